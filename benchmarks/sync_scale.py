@@ -18,11 +18,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from benchmarks.scaling.loader_slices import EngineLayout, wanted_boxes
+from benchmarks.scaling.sync_size import LINK_GB_PER_S
 from megagrpo.config import ParallelSection
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.weight_sources import shape_folder
-from megagrpo.planner.loader_slices import EngineLayout, wanted_boxes
-from megagrpo.planner.sync_size import LINK_GB_PER_S
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.sync.trainer_side.send_plan import PlanNews, messages_of
 from megagrpo.sync.wire.forwarding import feeders, heads

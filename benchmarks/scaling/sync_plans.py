@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from benchmarks.scaling.loader_slices import EngineLayout
+from benchmarks.scaling.sync_size import LINK_GB_PER_S, plan_sync
 from benchmarks.scaling.table import Point, Series, peak_bytes, reset_peak
 from megagrpo.config import ParallelSection
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.weight_sources import shape_folder
-from megagrpo.planner.loader_slices import EngineLayout
-from megagrpo.planner.sync_size import LINK_GB_PER_S, plan_sync
 
 RANKS, ENGINES = 1024, (8, 64)
 LAYOUT = ParallelSection(tp=8, pp=16, ep=64, etp=1, pipeline_layers=[3, *[4] * 14, 2])

@@ -19,7 +19,7 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "init": "create a folder with data, a reward, a config and a README",
     "check": "check data, prompts and rewards of a run in seconds",
     "doctor": "check this machine before the first run",
-    "plan": "check a run and predict memory, time and weight syncs",
+    "plan": "check a run and predict memory and time",
     "verify": "compare parallel layouts with a single process",
     "eval": "evaluate held-out sets with vLLM",
     "generate": "prompt a model or a checkpoint",

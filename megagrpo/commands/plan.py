@@ -1,12 +1,11 @@
-"""Checks a run, and predicts memory, time and weight syncs of a layout. Needs neither a GPU nor torch.
+"""Checks a run, and predicts memory and time of a layout. Needs neither a GPU nor torch.
 
     megagrpo plan megagrpo:qwen2.5_7b_1node world_size=8 gpu_memory_gb=80
     megagrpo plan my_run.yaml --gpu h100 --search
-    megagrpo plan my_run.yaml --weight-sync link_gb_per_s=50
 
 Besides keys of the config, key=value may be world_size (ranks; default: as few as the layout needs, with --gpu those of
 run.nodes nodes with 8 GPUs each) and gpu_memory_gb; with --gpu also prompt_tokens and response_tokens, the average
-lengths; with --weight-sync also link_gb_per_s. Exit code 0: the run can start, 2: it cannot.
+lengths. Exit code 0: the run can start, 2: it cannot.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from megagrpo.platform.process.terminal import show
 SIZES = {
     "world_size": int,
     "gpu_memory_gb": float,
-    "link_gb_per_s": float,
     "prompt_tokens": float,
     "response_tokens": float,
 }
@@ -37,18 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     add("--gpu", metavar="KIND", help="predict seconds for this kind of GPU: h100, h200, b200 or a100")
     add("--search", action="store_true", help="with --gpu: also list the fastest layouts")
-    add(
-        "--weight-sync",
-        action="store_true",
-        help="also plan what a weight sync moves between which ranks; imports torch",
-    )
     add("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan, and return the exit code. Raises ConfigError for a wrong config or option."""
     words, sizes = split_sizes(overrides(options))
-    chosen = {name: getattr(options, name) for name in ("gpu", "search", "weight_sync")}
+    chosen = {name: getattr(options, name) for name in ("gpu", "search")}
     made = make_plan(read(options.config, words), PlanRequest(**chosen, **sizes))
     show(made.as_json() if options.json else made, sys.stderr if made.problems and not options.json else sys.stdout)
     return 2 if made.problems else 0

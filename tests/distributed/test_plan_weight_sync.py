@@ -1,24 +1,26 @@
-"""`megagrpo plan --weight-sync` for a config, for a thousand ranks, and for tensors that vLLM cannot cut."""
+"""The plan of a weight sync for a config, for a thousand ranks, and for tensors that vLLM cannot cut."""
 
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from ranks import run_ranks
 
-from megagrpo.__main__ import main
+from benchmarks.scaling import loader_slices as cuts
+from benchmarks.scaling.loader_slices import EngineLayout
+from benchmarks.scaling.sync_size import plan_sync, rows_of
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.shared.boxes import size
 from megagrpo.families.weight_sources import shape_folder
-from megagrpo.planner import loader_slices as cuts
 from megagrpo.planner.costs.shapes import num_parameters
-from megagrpo.planner.loader_slices import EngineLayout
-from megagrpo.planner.sync_size import plan_sync, rows_of
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+REPOSITORY = Path(__file__).parents[2]
+QUICKSTART = REPOSITORY / "configs" / "quickstart.yaml"
 LLAMA = dict(
     model_type="llama",
     hidden_size=576,
@@ -99,35 +101,20 @@ def rows_in_a_rank(folder, *arguments):
     return rows(f"model.path={folder}", *overrides, world_size=world_size)
 
 
-def run_main(*arguments):
-    return main(list(arguments))
-
-
-def test_the_command_prints_the_rows_and_refuses_what_vllm_cannot_cut(folder, capfd):
-    command = ("plan", str(QUICKSTART), f"model.path={folder}", "--weight-sync")
-    assert run_ranks(run_main, 1, *command, "link_gb_per_s=25")[0] == 0
-    out = capfd.readouterr().out
-    assert "\nsync      1 rank(s) -> 1 server(s) of 1 worker(s), tp 1\n" in out and "at 25 GB/s a link" in out
-    (folder / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 1000}))
-    assert run_ranks(run_main, 1, *command, "rollout.tp=3")[0] == 2
-    assert "rollout.tp: vLLM cannot split 9 heads" in capfd.readouterr().err
-
-
-def run_main_without_rules(*arguments):
+def rows_without_rules(*arguments):
     cuts.BY_ROWS.clear()
-    return main(list(arguments))
+    return rows_in_a_rank(*arguments)
 
 
-def test_a_tensor_without_a_sharding_rule_is_named(folder, capfd):
-    assert (
-        run_ranks(run_main_without_rules, 1, "plan", str(QUICKSTART), f"model.path={folder}", "--weight-sync")[0] == 2
-    )
-    assert "self_attn.q_proj.weight: unknown how vLLM shards tensors of this kind" in capfd.readouterr().err
+def test_a_tensor_without_a_sharding_rule_is_named(folder):
+    with pytest.raises(Exception, match=r"self_attn\.q_proj\.weight: unknown how vLLM shards tensors of this kind"):
+        run_ranks(rows_without_rules, 1, folder, 1)
 
 
-def test_the_speed_of_links_needs_a_plan_that_reads_it(capsys):
-    assert main(["plan", str(QUICKSTART), "link_gb_per_s=25"]) == 2
-    assert "link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync" in capsys.readouterr().err
+def test_the_command_prints_the_rows(folder):
+    command = [sys.executable, "-m", "benchmarks.scaling.sync_size", str(QUICKSTART), "1", f"model.path={folder}"]
+    shown = subprocess.run([*command, "--link", "25"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+    assert "sync      1 rank(s) -> 1 server(s) of 1 worker(s), tp 1\n" in shown and "at 25 GB/s a link" in shown
 
 
 def simulate():

@@ -13,12 +13,12 @@ from suites import usual
 from tiny_families import MODELS, cases_of, tiny_config
 from tiny_policy import SHAPES
 
+from benchmarks.scaling.loader_slices import EngineLayout, wanted_boxes
 from megagrpo.config import ParallelSection
 from megagrpo.families.config_keys import architecture_problems
 from megagrpo.families.family_index import FAMILIES
 from megagrpo.families.hf_config import model_problems, parse_hf_config
 from megagrpo.families.shared.boxes import intersect, missing, size, whole
-from megagrpo.planner.loader_slices import EngineLayout, wanted_boxes
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer.transformer_config import ModelOptions

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.scaling.loader_slices import EngineLayout, wanted_boxes
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.shared.boxes import Box, size
-from megagrpo.planner.loader_slices import EngineLayout, wanted_boxes
 from megagrpo.sync.vllm_side.lazy_tensors import LazyTensor, box_of
 from tests.distributed.ranks import run_ranks
 from tests.e2e.tiny_servers import model_folder, weights

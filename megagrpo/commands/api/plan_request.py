@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.commands.api.inputs.config_input import ConfigLike, Overrides, Settings, read
-from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig
+from megagrpo.config import ConfigError, RunConfig
 
 if TYPE_CHECKING:
     from megagrpo.planner import Plan
@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is made for: the arguments of `megagrpo.plan`, and what `megagrpo plan` counts with torch.
-
-    Attributes:
-        weight_sync: Also count what one weight sync moves between which ranks. It imports the model's code.
-        link_gb_per_s: Speed of the links of a weight sync; that of the kind of GPU when None.
-    """
+    """What a plan is made for: the arguments of `megagrpo.plan`."""
 
     world_size: int | None = None
     gpu: str | None = None
@@ -27,14 +22,12 @@ class PlanRequest:
     search: bool = False
     prompt_tokens: float | None = None
     response_tokens: float | None = None
-    weight_sync: bool = False
-    link_gb_per_s: float | None = None
 
     def check(self) -> None:
         """Raise ConfigError for a value that is out of its range or that nothing reads."""
         from megagrpo.planner.costs.gpu_specs import GPUS
 
-        for name in ("world_size", "gpu_memory_gb", "link_gb_per_s", "prompt_tokens", "response_tokens"):
+        for name in ("world_size", "gpu_memory_gb", "prompt_tokens", "response_tokens"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}: must be a positive number (got {value!r})")
@@ -44,8 +37,6 @@ class PlanRequest:
         timed = next((name for name in ("search", "prompt_tokens", "response_tokens") if getattr(self, name)), None)
         if self.gpu is None and timed is not None:
             raise ConfigError(f"{timed}: predicted seconds need a kind of GPU; add gpu (--gpu), one of {kinds}")
-        if self.link_gb_per_s is not None and not self.weight_sync:
-            raise ConfigError("link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync")
 
 
 def plan(
@@ -110,9 +101,9 @@ def make_plan(settings: Settings, request: PlanRequest) -> Plan:
 
     request.check()
     config, kind = settings.validated(), None if request.gpu is None else GPUS[request.gpu]
-    if not config.algorithm.loss.generates and (request.gpu or request.weight_sync):
-        reason = f"loss_type {config.algorithm.loss_type} samples nothing and syncs no weights"
-        raise ConfigError(f"gpu, weight_sync: {reason}, and its seconds are not predicted; set gpu_memory_gb alone")
+    if not config.algorithm.loss.generates and request.gpu:
+        reason = f"loss_type {config.algorithm.loss_type} samples nothing, and its seconds are not predicted"
+        raise ConfigError(f"gpu: {reason}; set gpu_memory_gb alone")
     for name, limit in (
         ("prompt_tokens", config.rollout.max_prompt_length),
         ("response_tokens", config.max_response_length),
@@ -127,16 +118,4 @@ def make_plan(settings: Settings, request: PlanRequest) -> Plan:
     lengths = expected_lengths(config, request.prompt_tokens, request.response_tokens)
     if kind is not None:
         made = planner.with_times(made, config, ranks, kind, lengths, request.search)
-    if request.weight_sync and not made.problems:
-        from megagrpo.planner.sync_size import rows_of
-
-        links = request.link_gb_per_s
-        if links is None and kind is not None:
-            links = kind.nvlink_gb_per_s if config.rollout.placed == "colocated" else kind.network_gb_per_s
-        try:
-            made.rows.extend([("", ""), *rows_of(config, ranks, links)])
-        except ProblemError as error:
-            made.problems.extend(error.problems)
-        except ValueError as error:
-            made.problems.append(Problem(("--weight-sync",), str(error)))
     return made

@@ -185,7 +185,7 @@ class RolloutSection(Section):
     """Largest message of the transport p2p, in MiB; a rank has two in flight per worker."""
     weight_sync_relay: bool = False
     """With the transport p2p: servers of the same layout pass weights on to each other. Saves time when the ranks'
-    network bounds a weight sync; `megagrpo plan CONFIG --weight-sync` shows it. docs/weight_sync.md."""
+    network bounds a weight sync. docs/weight_sync.md."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first launched server (the next ones follow); 0 picks free ones."""
     gpu_memory_utilization: Fraction = 0.4

@@ -159,8 +159,8 @@ def sync_parts(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) ->
     """Return the seconds of the `senders` and of the `receivers` of a weight sync, which overlap, and of the `copies`
     of `train.offload` to the host and back.
 
-    A rank sends its part of the weights to all servers; a worker receives its part of the model. `megagrpo plan
-    --weight-sync` computes both exactly.
+    A rank sends its part of the weights to all servers; a worker receives its part of the model.
+    `benchmarks/scaling/sync_size.py` computes both exactly.
     """
     r = config.rollout
     size = num_parameters(model) * config.model.weight_bytes

@@ -3,9 +3,9 @@ name the tensor."""
 
 import pytest
 
+from benchmarks.scaling.loader_slices import EngineLayout, pipeline_stages, wanted_boxes
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.families.shared.boxes import cut, missing, size, whole
-from megagrpo.planner.loader_slices import EngineLayout, pipeline_stages, wanted_boxes
 from tests.unit.for_each import for_each
 
 RAW = dict(num_hidden_layers=5, hidden_size=8, num_attention_heads=8, num_key_value_heads=2, head_dim=4) | dict(

@@ -13,6 +13,7 @@ import pytest
 from ranks import run_ranks
 
 import megagrpo
+from benchmarks.scaling.loader_slices import EngineLayout
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.planner import plan, with_times
@@ -22,7 +23,6 @@ from megagrpo.planner.costs.gpu_specs import GPUS, LINK_EFFICIENCY, Links
 from megagrpo.planner.costs.planned_memory import activation_elements, smallest_gpu, trainer_memory
 from megagrpo.planner.costs.shapes import num_parameters
 from megagrpo.planner.costs.workload import Lengths, average_bundle, expected_lengths, step_samples
-from megagrpo.planner.loader_slices import EngineLayout
 from megagrpo.planner.plan_text import rows_of, times_table
 from megagrpo.planner.times import layout_search
 from megagrpo.planner.times.control_plane import READ_TOKEN_SECONDS, REQUEST_SECONDS, control_seconds
@@ -369,7 +369,7 @@ def test_links_carry_bytes_at_their_speed_and_the_network_is_slower():
 
 
 def test_the_sum_for_a_sync_is_that_of_its_exact_plan():
-    from megagrpo.planner.sync_size import plan_sync
+    from benchmarks.scaling.sync_size import plan_sync
 
     settings = config(
         "rollout.placement=dedicated",

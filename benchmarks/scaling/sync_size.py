@@ -1,20 +1,24 @@
 """Plans one weight sync of a config without a GPU: the transfers, their balance, and the seconds at a given link speed.
 
+    python -m benchmarks.scaling.sync_size megagrpo:qwen3_30b_a3b_1node 8           # 8 ranks
+    python -m benchmarks.scaling.sync_size my_run.yaml 8 rollout.tp=4 --link 25     # links of 25 GB/s
+
 The plan is exact except for the seconds. They count only the busiest link, at the stated speed, without other traffic.
 """
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megagrpo.config import ParallelSection, RunConfig
+from benchmarks.scaling.loader_slices import EngineLayout, wanted_boxes
+from megagrpo.config import ParallelSection, RunConfig, load_config
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.families.shared.boxes import size
 from megagrpo.families.weight_sources import shape_folder
-from megagrpo.planner.loader_slices import EngineLayout, wanted_boxes
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.sync.wire.forwarding import NO_FEEDER, feeders
 from megagrpo.weights.blocks.planned_blocks import held_boxes
@@ -86,13 +90,14 @@ def plan_sync(
     return SyncPlan(transfers, engine, world_size, workers, elements, element_bytes, direct, model.num_layers)
 
 
-def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = None) -> list[tuple[str, str]]:
-    """Return the rows of `megagrpo plan`. Raises ValueError when vLLM cannot shard the model as `rollout` requires."""
+def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float = LINK_GB_PER_S) -> list[tuple[str, str]]:
+    """Return the plan of a config as (name, text) rows. Raises ValueError when vLLM cannot shard the model as `rollout`
+    requires."""
     r = config.rollout
     engine = EngineLayout(tp=r.tp, pp=r.pp, ep=r.tp * r.dp if r.enable_expert_parallel else 1, servers=r.servers)
     model = load_hf_config(shape_folder(config.model.path))
     made = plan_sync(model, config.parallel, world_size, engine, config.model.weight_bytes, r.weight_sync_relay)
-    return sync_rows(made, link_gb_per_s or LINK_GB_PER_S)
+    return sync_rows(made, link_gb_per_s)
 
 
 def sync_rows(made: SyncPlan, link_gb_per_s: float = LINK_GB_PER_S) -> list[tuple[str, str]]:
@@ -129,3 +134,19 @@ def _spread(totals: np.ndarray, who: str) -> str:
 def _bytes(count: float) -> str:
     unit = next((unit for unit in ("TB", "GB", "MB", "kB") if count >= 1000 ** (1 + "kMGT".index(unit[0]))), "B")
     return f"{count / 1000 ** (1 + 'kMGT'.index(unit[0])):,.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+
+
+def main() -> None:
+    """Print the plan of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("config", help="a YAML file, or a shipped config such as megagrpo:qwen3_30b_a3b_1node")
+    parser.add_argument("ranks", type=int, help="ranks of the trainer")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--link", type=float, default=LINK_GB_PER_S, help="GB/s into and out of each device")
+    asked = parser.parse_args()
+    for name, text in rows_of(load_config(asked.config, asked.overrides), asked.ranks, asked.link):
+        print(f"{name:<10}{text}")
+
+
+if __name__ == "__main__":
+    main()

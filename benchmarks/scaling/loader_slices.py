@@ -1,6 +1,6 @@
 """Predicts vLLM's sharding from names and shapes: the boxes of Hugging Face tensors that each worker's loaders copy.
 
-For planning only. A real sync learns boxes from the loaders (`lazy_tensors.py`); a test checks that both agree.
+For plans only. A real sync learns boxes from the loaders (`lazy_tensors.py`); a test checks that both agree.
 """
 
 from __future__ import annotations
