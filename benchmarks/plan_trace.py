@@ -16,10 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run by its path, this file sees only its own folder
 
 from benchmarks.tracing.traced_step import rows_of
-from megagrpo.commands.api.inputs.config_input import read
-from megagrpo.commands.api.plan_request import PlanRequest, make_plan, planned_ranks
+from megagrpo.commands.api.plan_call import plan, planned_ranks
 from megagrpo.commands.plan import split_sizes
-from megagrpo.config import ConfigError
+from megagrpo.config import ConfigError, load_config
 from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.planner.costs.workload import expected_lengths
 from megagrpo.platform.process.terminal import wrapped
@@ -34,13 +33,14 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     try:
         words, sizes = split_sizes(options.values)
-        settings, request = read(options.config, words), PlanRequest(gpu=options.gpu, **sizes)
-        plan, config = make_plan(settings, request), settings.validated()
-        if plan.problems or plan.model is None:
-            raise ConfigError(str(plan))
-        lengths = expected_lengths(config, request.prompt_tokens, request.response_tokens)
+        made = plan(options.config, gpu=options.gpu, overrides=words, **sizes)
+        if made.problems or made.model is None:
+            raise ConfigError(str(made))
+        config = load_config(options.config, words)
+        lengths = expected_lengths(config, sizes.get("prompt_tokens"), sizes.get("response_tokens"))
         gpu = None if options.gpu is None else GPUS[options.gpu]
-        rows = rows_of(config, plan.model, planned_ranks(config, request)[0], gpu, lengths)
+        ranks, _ = planned_ranks(config, sizes.get("world_size"), options.gpu)
+        rows = rows_of(config, made.model, ranks, gpu, lengths)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

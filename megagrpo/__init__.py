@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megagrpo.commands.api.api_checks import verify as verify
     from megagrpo.commands.api.inputs.errors import CommandFailed as CommandFailed
     from megagrpo.commands.api.inputs.errors import TrainingFailed as TrainingFailed
-    from megagrpo.commands.api.plan_request import plan as plan
+    from megagrpo.commands.api.plan_call import plan as plan
     from megagrpo.commands.api.run_handle import Run as Run
     from megagrpo.commands.api.run_handle import load_run as load_run
     from megagrpo.commands.api.train_call import train as train
@@ -31,7 +31,7 @@ _HOMES = {
     "train": "megagrpo.commands.api.train_call",
     "Run": "megagrpo.commands.api.run_handle",
     "load_run": "megagrpo.commands.api.run_handle",
-    "plan": "megagrpo.commands.api.plan_request",
+    "plan": "megagrpo.commands.api.plan_call",
     "verify": "megagrpo.commands.api.api_checks",
     "Verification": "megagrpo.commands.api.api_checks",
     "evaluate": "megagrpo.commands.api.api_checks",

@@ -19,7 +19,6 @@ from megagrpo.planner.costs.workload import Lengths
 from megagrpo.planner.rules.plan_notes import idle_gpus, run_notes
 from megagrpo.planner.rules.plan_problems import check, gpu_problems
 from megagrpo.planner.rules.plan_rules import RuleVerdict, rules_text, verdicts
-from megagrpo.planner.times.layout_search import Candidate, search
 from megagrpo.planner.times.step_memory import planned_step_memory, route_bytes
 from megagrpo.planner.times.step_times import StepTimes, step_times
 from megagrpo.platform.process.terminal import wrapped
@@ -30,7 +29,7 @@ class Plan:
     """The result of a preflight. `problems` is empty when the run can start; `notes` do not prevent a start.
 
     `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `has_gpu`
-    says whether the memory of a GPU is known. `times`, `step_memory` and `found` are set only on request.
+    says whether the memory of a GPU is known. `times` and `step_memory` are set only on request.
     """
 
     problems: list[Problem]
@@ -43,7 +42,6 @@ class Plan:
     model: HfConfig | None = None
     times: StepTimes | None = None
     step_memory: dict[str, dict[str, float]] = field(default_factory=dict)  # bytes, by `planned_step_memory`
-    found: list[Candidate] = field(default_factory=list)
 
     @property
     def rules(self) -> list[RuleVerdict]:
@@ -57,8 +55,6 @@ class Plan:
             lines += ["", *plan_text.memory_table(self.memory)]
         if self.times:
             lines += ["", *plan_text.times_table(self.times), "", *plan_text.step_memory_table(self.step_memory)]
-        if self.found:
-            lines += ["", *plan_text.search_table(self.found)]
         for name, texts in (("note(s)", self.notes), ("problem(s)", self.problems)):
             lines += ["", f"{len(texts)} {name}"] if texts else []
             texts_lines = [line for text in texts for line in str(text).split("\n")]
@@ -76,25 +72,15 @@ class Plan:
         ]
         if self.times:
             sizes = {who: {part: size / GIB for part, size in parts.items()} for who, parts in self.step_memory.items()}
-            made |= {"times": _times_json(self.times), "step_memory_gib": sizes}
-        made["found"] = [
-            {name: getattr(one, name) for name in ("overrides", "world_size", "gib", "bound")}
-            | {"times": _times_json(one.times)}
-            for one in self.found
-        ]
+            names = ("seconds", "gpus", "bubble", "step", "bound", "control", "sync", "overlap", "mfu", "idle")
+            times = {name: getattr(self.times, name) for name in names}
+            times["tokens_per_second_per_gpu"] = self.times.tokens_per_gpu
+            made |= {"times": times, "step_memory_gib": sizes}
         return json.dumps(made, indent=1)
 
 
-def _times_json(times: StepTimes) -> dict[str, Any]:
-    names = ("seconds", "gpus", "bubble", "step", "bound", "control", "sync", "overlap")
-    made: dict[str, Any] = {name: getattr(times, name) for name in names}
-    return made | {"tokens_per_second_per_gpu": times.tokens_per_gpu, "mfu": times.mfu, "idle": times.idle}
-
-
-def with_times(
-    made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths: Lengths, searching: bool = False
-) -> Plan:
-    """Return the plan with its layout's predicted seconds, if it can run, and the fastest layouts when `searching`."""
+def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths: Lengths) -> Plan:
+    """Return the plan with its layout's predicted seconds, if it can run."""
     if made.model is None:
         return made
     memory = f"{gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s"
@@ -105,18 +91,9 @@ def with_times(
     times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
     routes = route_bytes(config, made.model)
     samples = planned_step_memory(config, world_size, lengths, routes) if times else {}
-    layouts = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
-    notes = list(made.notes)
-    if searching and not layouts and not unfit:
-        text = (
-            f"no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another "
-            "rollout.tp or rollout.gpu_memory_utilization"
-        )
-        notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), text))
     if times:
         rows = [row for row in rows if row[0] != "overlap"] + overlap_row(config, made.model, times.overlap)
-    made = replace(made, problems=made.problems + unfit, rows=rows, times=times, found=layouts, notes=notes)
-    return replace(made, step_memory=samples)
+    return replace(made, problems=made.problems + unfit, rows=rows, times=times, step_memory=samples)
 
 
 def plan(

@@ -18,7 +18,6 @@ from megagrpo.planner.costs.shapes import (
     stage_expert_adapters,
 )
 from megagrpo.planner.costs.workload import limits_of_tasks, step_samples
-from megagrpo.planner.times.layout_search import Candidate
 from megagrpo.planner.times.step_times import StepTimes
 from megagrpo.platform.process.terminal import side_by_side, wrapped
 
@@ -219,17 +218,4 @@ def step_memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
     for who, parts in memory.items():
         sizes = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
         lines += wrapped(f"{who:<10}{sum(parts.values()) / GIB:.2f}: {sizes}", indent=10)
-    return lines
-
-
-def search_table(candidates: Sequence[Candidate]) -> Sequence[str]:
-    """Return the layouts, fastest first: sizes, what bounds the step, and the config overrides."""
-    lines = [
-        "fastest layouts that fit; of nearly equal ones the layout with fewer cuts first",
-        f"{'step s':>9}{'train s':>9}{'GiB':>7}{'ranks':>8}{'GPUs':>8}{'idle':>6}  bound by; overrides",
-    ]
-    for one in candidates:
-        t = one.times
-        sizes = f"{t.step:9.1f}{t.seconds['train']:9.1f}{one.gib:7.1f}{one.world_size:8,}{t.gpus:8,}{t.idle:6.0%}"
-        lines += [f"{sizes}  {one.bound}", *wrapped(f"{'':<10}{' '.join(one.overrides)}", indent=0)]
     return lines

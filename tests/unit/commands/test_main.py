@@ -79,8 +79,8 @@ def test_a_rank_of_nobody_prints_its_problems(monkeypatch, capsys):
         ("--resume train x.yaml", "unknown option --resume; the options of a command follow its name"),
         ("plan", "megagrpo plan: the following arguments are required: CONFIG; see megagrpo plan --help"),
         (
-            "plan x.yaml --serach",
-            "megagrpo plan: unknown option --serach; did you mean --search?; see megagrpo plan --help",
+            "plan x.yaml --gpuu",
+            "megagrpo plan: unknown option --gpuu; did you mean --gpu?; see megagrpo plan --help",
         ),
         ("plan x.yaml --js", "unknown option --js; did you mean --json?"),
         ("train x.yaml --resume=yes", "argument --resume: ignored explicit argument 'yes'"),
@@ -209,9 +209,7 @@ def test_help_lists_the_commands_and_a_command_lists_its_own_options(capsys):
     listed = printed(capsys, "--help")
     assert all(f"    {name}" in listed and summary in " ".join(listed.split()) for name, summary in COMMANDS.items())
     shown = printed(capsys, "plan", "--help")
-    assert (
-        "usage: megagrpo plan [-h] [--gpu KIND]" in shown and "megagrpo plan my_run.yaml --gpu h100 --search" in shown
-    )
+    assert "usage: megagrpo plan [-h] [--gpu KIND]" in shown and "megagrpo plan my_run.yaml --gpu h100" in shown
     assert (
         "`megagrpo keys` and docs/config.md describe every key" in " ".join(shown.split())
         and len(shown.splitlines()) < 60

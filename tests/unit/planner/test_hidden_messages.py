@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from megagrpo.commands.api.plan_request import plan
+from megagrpo.commands.api.plan_call import plan
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.families.hf_config import load_hf_config, parse_hf_config
 from megagrpo.families.weight_sources import shape_folder
