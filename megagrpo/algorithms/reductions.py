@@ -41,21 +41,22 @@ def denominator(batch: TrainBatch, average: Average, max_completion_length: int)
 
 
 def loss_weights(
-    parts: Mapping[str, int], responses: Mapping[str, int], factors: Mapping[str, float], by: str | None
+    parts: Mapping[str, int], prompts: Mapping[str, float], factors: Mapping[str, float], by: str | None
 ) -> dict[str, float]:
     """Return the weight of each task's tokens in the loss of an optimizer step.
 
-    `parts` are the tasks' parts of the denominator, `responses` their trajectories. A task with the part D_t and the
-    factor f_t has the share of the loss that f_t D_t has of their sum; with `by` tasks that of f_t, with prompts that
-    of f_t times its responses. A task without a part has none. The weight is the share over D_t / D, where D are all
-    parts: the denominator stays, so that weights move the loss from one task to another and keep its scale.
+    `parts` are the tasks' parts of the denominator; a response of a group of G counts 1 / G in `prompts`. A task with
+    the part D_t and the factor f_t has the share of the loss that f_t D_t has of their sum; with `by` tasks that of
+    f_t, with prompts that of f_t times its prompts. A task without a part has none. The weight is the share over
+    D_t / D, where D are all parts: the denominator stays, so that weights move the loss from one task to another and
+    keep its scale.
 
     >>> loss_weights({"a": 4, "b": 4}, {"a": 2, "b": 1}, {"a": 3.0, "b": 1.0}, None)
     {'a': 1.5, 'b': 0.5}
     >>> loss_weights({"a": 2, "b": 6}, {"a": 2, "b": 1}, {"a": 1.0, "b": 1.0}, "prompts")
     {'a': 2.6666666666666665, 'b': 0.4444444444444444}
     """
-    amounts = {None: parts, "prompts": responses, "tasks": dict.fromkeys(parts, 1)}[by]
+    amounts = {None: parts, "prompts": prompts, "tasks": dict.fromkeys(parts, 1)}[by]
     shares = {task: factors[task] * amounts[task] for task, part in parts.items() if part}
     whole, all_shares = sum(parts.values()), sum(shares.values())
     return {task: share / all_shares * whole / parts[task] for task, share in shares.items()}

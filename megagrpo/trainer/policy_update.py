@@ -165,6 +165,7 @@ class Learning:
         members, shapes = plan.samples, plan.shapes
         tasks = [samples.every.prompts[i].task for i in members.tolist()]
         responses = Counter(tasks[k] for k in first_of_each(samples.trajectories[members]))
+        prompts = {task: count / self.config.group_sizes[task] for task, count in responses.items()}
         if algorithm.loss.average == "tokens":
             parts = Counter[str]()
             for task, tokens in zip(tasks, shapes.num_loss[members].tolist(), strict=True):
@@ -172,7 +173,7 @@ class Learning:
         else:
             owners = members if shapes.trajectories is None else shapes.trajectories[members]
             parts = Counter(tasks[k] for k in first_of_each(owners))
-        weights = loss_weights(parts, responses, factors, algorithm.loss_share_of_tasks)
+        weights = loss_weights(parts, prompts, factors, algorithm.loss_share_of_tasks)
         of_samples = torch.zeros(len(samples.every))
         of_samples[torch.from_numpy(members)] = torch.tensor([weights.get(task, 0.0) for task in tasks])
         return batch.with_loss_weights(of_samples)

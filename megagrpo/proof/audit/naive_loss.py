@@ -63,11 +63,11 @@ def weights_of_tasks(
     by, tokens = config.algorithm.loss_share_of_tasks, config.algorithm.loss.average == "tokens"
     of_tasks = [(task_of(trajectory), trajectory, n if tokens else 1) for (trajectory, _), n in lengths.items()]
     parts = {name: [part for task, _, part in of_tasks if task == name] for name in factors}
-    responses = {name: len({trajectory for task, trajectory, _ in of_tasks if task == name}) for name in factors}
+    prompts = {name: len({trajectory for task, trajectory, _ in of_tasks if task == name}) for name in factors}
     whole = sum(map(sum, parts.values()))
     shares = dict[str, float]()
     for name, own in parts.items():
-        of_task = {"tasks": 1.0, "prompts": responses[name]}.get(by or "", sum(own))
+        of_task = {"tasks": 1.0, "prompts": prompts[name] / config.group_sizes[name]}.get(by or "", sum(own))
         shares[name] = factors[name] * of_task if sum(own) else 0.0
     total = sum(shares.values())
     return {name: share / total * whole / sum(parts[name]) if share else 0.0 for name, share in shares.items()}

@@ -330,6 +330,112 @@ def test_a_game_whose_rewards_add_up_to_0_teaches_beside_a_task_without_roles():
     assert not any("plain/roles" in name or name.startswith("roles/") for name in metrics)
 
 
+def of_tasks_with_roles() -> list[ScoredRollout]:
+    """Groups of a task with the roles of `with_roles` (3 responses), a game of two roles (2) and a task without roles
+    (4)."""
+    scored = [_of_task(one, "duel", one.rollout.prompt.prompt_id, 3) for one in with_roles()]
+    chance = np.random.default_rng(2)
+    for group in (2, 3, 4):
+        for number in range(2):
+            rewards = {"x": float(chance.normal()), "o": float(chance.normal())}
+            x, o = (
+                sample((1, group, number), (3, 4, 5)[: 1 + number + k], written=[1] * (1 + number + k)) for k in (0, 1)
+            )
+            o = replace(o, dialogue=replace(o.dialogue, role="o"))
+            x = replace(x, dialogue=replace(x.dialogue, role="x", rewards=rewards), branches=(o,))
+            scored.append(_of_task(ScoredRollout(x, {"f": 0.5} | rewards, 0.0), "game", group, 2))
+    for number in range(4):
+        plain = sample((5, 6, 9), (7, 8, 9, 4, 3)[: 2 + number])
+        scored.append(_of_task(ScoredRollout(plain, {"f": float(number == 1)}, float(number == 1)), "plain", 5, 4))
+    return scored
+
+
+def _of_task(scored: ScoredRollout, task: str, prompt_id: int, group: int) -> ScoredRollout:
+    """The same rollout as one of a task, whose function `f` has the task's name in front."""
+    prompt = replace(scored.rollout.prompt, task=task, prompt_id=prompt_id, num_generations=group)
+    branches = tuple(replace(branch, prompt=prompt) for branch in scored.rollout.branches)
+    rewards = {f"{task}/f" if name == "f" else name: reward for name, reward in scored.rewards.items()}
+    return ScoredRollout(replace(scored.rollout, prompt=prompt, branches=branches), rewards, scored.reward)
+
+
+@for_each("share", ["none", "prompts", "tasks"])
+@for_each("options", ["grpo group 1", "dapo batch 2", "dr_grpo group 2"])
+def test_roles_of_tasks_with_loss_weights_have_the_formulas_advantages_and_shares_of_the_loss(share, options):
+    """The oracle in float64: a role of a trajectory is a sequence; its statistics are those of its role and task; the
+    share of a task in the loss is `loss_weight` times its tokens or sequences, its prompts, or 1."""
+    loss_type, scale, ranks = options.split()
+    data, sizes, factors = (
+        dict(train=dict(source="d.jsonl")),
+        dict(duel=3, game=2, plain=4),
+        dict(duel=2.0, game=0.5, plain=1.0),
+    )
+    roles, weight = dict(duel=ROLES, game={"x": 1.0, "o": 0.25}, plain={}), dict(duel=1.0, game=2.0, plain=1.0)
+    tasks = [
+        dict(name=name, data=data, loss_weight=factors[name], rollout=dict(num_generations=size))
+        | dict(rewards=dict(functions=[dict(function="a:f", weight=weight[name])]))
+        | (dict(multi_turn=dict(agent=dict(function="a:b", roles=roles[name]))) if roles[name] else {})
+        for name, size in sizes.items()
+    ]
+    by = None if share == "none" else share
+    algorithm = dict(loss_type=loss_type, scale_rewards=scale, loss_share_of_tasks=by)
+    limits = dict(num_generations=8, max_completion_length=LONGEST)
+    config = RunConfig.model_validate(dict(model=dict(path="/m"), rollout=limits, algorithm=algorithm, tasks=tasks))
+    scored, learning = of_tasks_with_roles(), Learning(config, *[None] * 7)
+    samples = StepSamples.of(scored)
+    advantages = learning.advantages(samples)
+
+    sequences = {}  # (trajectory, role) -> task, group, reward, tokens
+    for i, one in enumerate(scored):
+        prompt, f = one.rollout.prompt, one.rewards[f"{one.rollout.prompt.task}/f"] * weight[one.rollout.prompt.task]
+        for part in one.rollout.samples:
+            role = part.dialogue.role if part.dialogue else ""
+            reward = f + ((one.rewards[role] or 0.0) if role else 0.0)
+            entry = sequences.setdefault((i, role), (prompt.task, prompt.prompt_id, reward, []))
+            entry[3].extend(part.response_ids.tolist())
+    expected = {}
+    for (i, role), (task, group, reward, _) in sequences.items():
+        same = [(g, r) for (_, other), (t, g, r, _) in sequences.items() if (t, other) == (task, role)]
+        of_group = [r for g, r in same if g == group]
+        among = of_group if scale == "group" else [r for _, r in same]
+        spread = statistics.stdev(among) + 1e-4 if len(among) > 1 else 1.0
+        expected[i, role] = roles[task].get(role, 1.0) * (reward - statistics.fmean(of_group)) / spread
+    of_samples = [(i, s.role) for i, s in enumerate(scored)]
+    of_samples += [(i, branch.role) for i, s in enumerate(scored) for branch in s.branches]
+    assert advantages.tolist() == pytest.approx([expected[key] for key in of_samples], abs=1e-12)
+
+    trained = {key: value for key, value in sequences.items() if roles[value[0]].get(key[1], 1.0)}
+    part = {key: len(tokens) if loss_type == "dapo" else 1 for key, (*_, tokens) in trained.items()}
+    amounts = {name: sum(part[key] for key, (task, *_) in trained.items() if task == name) for name in sizes}
+    prompts = {name: len({group for task, group, *_ in trained.values() if task == name}) for name in sizes}
+    of_task = {"none": amounts, "prompts": prompts, "tasks": dict.fromkeys(sizes, 1)}[share]
+    shares = {name: factors[name] * of_task[name] for name in sizes}
+    shares = {name: value / sum(shares.values()) for name, value in shares.items()}
+    whole = sum(amounts.values())
+    loss = 0.0
+    for key, (task, _, _, tokens) in trained.items():
+        token = expected[key] / len(tokens) if loss_type == "grpo" else expected[key]
+        count = whole * (LONGEST if loss_type == "dr_grpo" else 1)
+        loss -= token * len(tokens) * shares[task] * whole / amounts[task] / count
+
+    rules, total = packing_rules(config, True), 0.0
+    shapes = samples.shapes(advantages.numpy(), rules)
+    plan = plan_packing(
+        shapes, rules, int(ranks), trained_members(samples, learning.roles(samples), np.arange(len(samples)))
+    )
+    own = to_samples(scored, torch.zeros(len(scored)))
+    whole_samples = {i: replace(s, advantage=a) for i, (s, a) in enumerate(zip(own, advantages.tolist(), strict=True))}
+    for rank in range(int(ranks)):
+        batch = learning._weighed(build_batch(plan, rank, whole_samples, rules), samples, plan)
+        divisor = denominator(batch, config.algorithm.loss.average, LONGEST)
+        assert divisor == whole * (LONGEST if loss_type == "dr_grpo" else 1)
+        for m in batch.micro_batches:
+            total += (
+                make_loss(config.algorithm)(LossInputs(m.rollout_logprobs, m.rollout_logprobs, m)).numerator.item()
+                / divisor
+            )
+    assert total == pytest.approx(loss, rel=1e-5, abs=1e-6)
+
+
 @for_each("ranks", [1, 2])
 @for_each("options", ["grpo group", "grpo batch", "rloo none", "reinforce_plus_plus_baseline batch"])
 def test_groups_of_2_4_and_8_responses_in_one_step_have_the_formulas_advantages_and_loss(options, ranks):
