@@ -8,7 +8,25 @@ import pytest
 from tests.e2e import world
 
 AGAIN = '''
-"""A scheduler of the tests."""
+"""A scheduler, an agent with two roles and a data source of the tests."""
+
+import openai
+
+openai.OpenAI(api_key="none")  # imports once what each conversation, a fork, would import
+
+
+def duel(prompt):
+    client = openai.OpenAI()
+
+    def ask(role, text):
+        reply = client.chat.completions.create(model=f"policy:{role}", messages=[{"role": "user", "content": text}])
+        return reply.choices[0].message.content
+
+    answer = ask("solver", prompt)
+    if len(answer) < 3:
+        return {"solver": 0.0}
+    verdict = ask("judge", answer[:5])
+    return {"solver": len(answer) / 12, "judge": float(verdict[:1] < "a")}
 
 
 def again(messages, turn, **columns):
@@ -36,13 +54,13 @@ class Backwards:
 '''
 
 
-def overrides(folder, *more):
+def overrides(folder, *more, duel=True):
     (folder / "mine.py").write_text(AGAIN)
     rewards = f"{world.folder()}/rewards.py"
     rows = (world.folder() / "train.jsonl").read_text().splitlines(keepends=True)
     (folder / "eval.jsonl").write_text("".join(rows[:2]))
     tasks = [
-        {"name": "low", "weight": 3, "data": {"source": f"{folder}/mine.py:Backwards"}},
+        {"name": "low", "weight": 2 + (not duel), "data": {"source": f"{folder}/mine.py:Backwards"}},
         {
             "name": "talk",
             "data": {"eval": {"source": f"{folder}/eval.jsonl"}},
@@ -53,6 +71,11 @@ def overrides(folder, *more):
             "sampling": {"temperature": 0.5, "max_tokens": 6, "logit_bias": {"257": 3}},  # 257 ends a turn
         },
     ]
+    if duel:
+        agent = {"function": f"{folder}/mine.py:duel", "roles": {"solver": 1.0, "judge": 0.5}}
+        half = {"functions": [{"function": f"{rewards}:low_bytes", "weight": 0.5}]}
+        turns = {"agent": agent, "workers": 1}
+        tasks.append({"name": "duel", "loss_weight": 0.5, "multi_turn": turns, "rewards": half})
     limits = ["algorithm.scale_rewards=batch", "evaluation.steps=2", "run.log_completions_steps=1"]
     limits += ["algorithm.loss_share_of_tasks=prompts", "algorithm.beta=0.04"]
     return [f"tasks={json.dumps(tasks)}", *limits, *more]
@@ -72,12 +95,14 @@ def run(folder):
 
 def test_each_step_has_the_tasks_by_weight_and_each_response_its_tasks_rewards(run):
     for line in run.metrics:
-        assert (line["tasks/low/groups"], line["tasks/talk/groups"], line["tasks/low/source/groups"]) == (3, 1, 3)
+        assert [line[f"tasks/{name}/groups"] for name in ("low", "talk", "duel", "duel/roles/solver")] == [2, 1, 1, 1]
+        assert line["tasks/low/source/groups"] == 2
         assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # each task's own temperature
     names = {"low": {"low/low_bytes"}, "talk": {"talk/seldom", "talk/low_bytes", "talk/turns"}}
+    names["duel"] = {"duel/low_bytes", "duel/solver", "duel/judge"}
     for row in run.completions:
-        assert {*row["rewards"]} == names[row["task"]]
-        assert ("dialogue" in row) == (row["task"] == "talk")
+        assert {*row["rewards"]} <= names[row["task"]] and len(row["rewards"]) >= len(names[row["task"]]) - 1
+        assert ("dialogue" in row) == (row["task"] != "low")
     turns = [row["dialogue"]["turns"] for row in run.completions if row["task"] == "talk"]
     assert max(map(len, turns)) == 2 and all(turn["stop"] - turn["start"] <= 6 for own in turns for turn in own)
 
@@ -102,7 +127,7 @@ def test_advantages_are_scaled_by_the_rewards_of_the_task(run):
         rows = [row for row in run.completions if row["step"] == 2 and row["task"] == name]
         rewards = [row["reward"] for row in rows]
         size = {"low": 4, "talk": 2}[name]
-        assert len(rows) == {"low": 3, "talk": 1}[name] * size
+        assert len(rows) == {"low": 2, "talk": 1}[name] * size
         groups = [rewards[i - i % size :][:size] for i in range(len(rows))]
         expected = [(r - fmean(group)) / (stdev(rewards) + 1e-4) for r, group in zip(rewards, groups, strict=True)]
         assert [row["advantage"] for row in rows] == pytest.approx(expected, rel=1e-6, abs=1e-9)
@@ -115,7 +140,7 @@ def test_the_audit_of_a_step_scores_and_weighs_each_response_as_its_task_says(ru
 
 def test_turns_have_advantages_in_the_task_that_has_turns(folder):
     by = ["algorithm.advantage_by=turn", "algorithm.scale_rewards=group", "evaluation.steps=0"]
-    done = world.train(folder / "turns", *overrides(folder, *by, "run.max_steps=1", "debug.dump_steps=[1]"))
+    done = world.train(folder / "turns", *overrides(folder, *by, "run.max_steps=1", "debug.dump_steps=[1]", duel=False))
     assert done.code == 0, done.err
     code, out = world.audit(done.folder, "--step", 1)
     assert code == 0 and "turn advantages" in out, out

@@ -316,7 +316,7 @@ def test_a_game_whose_rewards_add_up_to_0_teaches_beside_a_task_without_roles():
         o = replace(o, dialogue=replace(o.dialogue, role="o"))
         x = replace(x, dialogue=replace(x.dialogue, role="x", rewards=rewards), branches=(o,))
         x = replace(x, prompt=replace(x.prompt, task="game"))
-        scored.append(ScoredRollout(x, dict(rewards), 0.0))
+        scored.append(ScoredRollout(x, {f"game/{role}": reward for role, reward in rewards.items()}, 0.0))
     for reward in (0.5, 1.5):
         plain = sample((5, 6), (7,))
         plain = replace(plain, prompt=replace(plain.prompt, prompt_id=1, task="plain"))
@@ -351,10 +351,10 @@ def of_tasks_with_roles() -> list[ScoredRollout]:
 
 
 def _of_task(scored: ScoredRollout, task: str, prompt_id: int, group: int) -> ScoredRollout:
-    """The same rollout as one of a task, whose function `f` has the task's name in front."""
+    """The same rollout as one of a task, whose rewards have the task's name in front."""
     prompt = replace(scored.rollout.prompt, task=task, prompt_id=prompt_id, num_generations=group)
     branches = tuple(replace(branch, prompt=prompt) for branch in scored.rollout.branches)
-    rewards = {f"{task}/f" if name == "f" else name: reward for name, reward in scored.rewards.items()}
+    rewards = {f"{task}/{name}": reward for name, reward in scored.rewards.items()}
     return ScoredRollout(replace(scored.rollout, prompt=prompt, branches=branches), rewards, scored.reward)
 
 
@@ -389,7 +389,7 @@ def test_roles_of_tasks_with_loss_weights_have_the_formulas_advantages_and_share
         prompt, f = one.rollout.prompt, one.rewards[f"{one.rollout.prompt.task}/f"] * weight[one.rollout.prompt.task]
         for part in one.rollout.samples:
             role = part.dialogue.role if part.dialogue else ""
-            reward = f + ((one.rewards[role] or 0.0) if role else 0.0)
+            reward = f + ((one.rewards[f"{prompt.task}/{role}"] or 0.0) if role else 0.0)
             entry = sequences.setdefault((i, role), (prompt.task, prompt.prompt_id, reward, []))
             entry[3].extend(part.response_ids.tolist())
     expected = {}
