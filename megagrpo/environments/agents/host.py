@@ -6,10 +6,15 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
+import re
 import socket
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
@@ -56,6 +61,10 @@ class AgentHost:
         self._agent, self._name, self._roles = find(agent), agent.attribute, roles
         if not callable(self._agent):
             raise ValueError(f"`{self._name}` must be a function")
+        unlisted = [role for role in dict.fromkeys(_named_roles(self._agent, set())) if role not in roles]
+        if unlisted:
+            fix = f"list it, or use {', '.join(roles)}" if roles else "list it, the run has no roles"
+            raise ValueError(f"`{self._name}` names the role {unlisted[0]!r:.100}, which roles does not list; {fix}")
         required = [p.name for p in named_parameters(self._agent, skip_first=False)[0] if p.default is p.empty]
         self.needs_columns = [(name,) for name in required if name not in ("client", "prompt")]
 
@@ -124,6 +133,33 @@ class AgentHost:
         if unknown := [role for role in value if role not in self._roles]:
             raise ValueError(f"{said} a reward for the role {unknown[0]!r:.100}, which multi_turn.agent does not list")
         return {role: None if r is None else reward_of(r, f"{said} for the role {role}") for role, r in value.items()}
+
+
+def _named_roles(function: Any, seen: set[Any]) -> Iterator[str]:
+    """Yield the roles that a function, or one of its file that it uses, names in its source: in the text
+    "policy:NAME", in `client.role("NAME")`, and the function itself as keys of a returned mapping."""
+    function = inspect.unwrap(function)
+    if not isinstance(function, FunctionType) or function in seen:
+        return
+    is_agent = not seen
+    seen.add(function)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # it was not read from a file
+        return
+    inner = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+    nested = {id(node) for each in inner[1:] for node in ast.walk(each)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if found := re.fullmatch(rf"{POLICY_NAME}:([\w-]+)", text):
+                yield found[1]
+            case ast.Call(func=ast.Attribute(ast.Name("client"), "role"), args=[ast.Constant(value=str(name))]):
+                yield name
+            case ast.Return(ast.Dict(keys=keys)) if is_agent and id(node) not in nested:
+                yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+            case ast.Name(id=name) if (other := function.__globals__.get(name)) is not function:
+                if getattr(other, "__module__", None) == function.__module__:
+                    yield from _named_roles(other, seen)
 
 
 def _are_rewards(values: dict[Any, Any], roles: Sequence[str]) -> bool:

@@ -1,6 +1,7 @@
 """Agents in real worker processes that talk to the address, some with `openai`; the policy's turns are scripted."""
 
 import asyncio
+import contextlib
 import json
 import math
 import re
@@ -44,6 +45,7 @@ WITH_OPENAI = '''
 """Agents of the tests that talk to the address with the `openai` package."""
 
 import asyncio
+import contextlib
 
 import openai
 
@@ -81,6 +83,7 @@ PLAIN = '''
 """Agents of the tests that need no package to talk to the address: `openai` takes half a second to import."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
@@ -106,6 +109,19 @@ def requested(method, path, body=None):
 
 def asks(prompt):
     return requested("POST", "/chat/completions", {"messages": prompt})["choices"][0]["message"]
+
+
+def ask_judge():
+    """policy:nobody is no request."""
+    return "policy:judge"
+
+
+def names_roles(prompt, client):
+    def describe():
+        return {"policy": "policy: be kind"}
+
+    asked = client.role("solver").model, ask_judge()
+    return {"solver": 1.0, "judge": float(asked == describe())}
 
 
 def plays(prompt, client, rewards, roles=("x", "o", "x")):
@@ -385,6 +401,27 @@ def test_rewards_that_do_not_fit_the_roles_fail_the_conversation_by_name(agents_
     spoken = columns.get("roles", ["x", "o"])
     assert rollout.dialogue.ended == "failed" and reason in caplog.text
     assert rollout.dialogue.rewards == {role: 0.0 for role in spoken if role in ROLES}
+
+
+@pytest.mark.parametrize(
+    ("roles", "reason"),
+    [
+        ({"solver": 1.0, "judge": 1.0}, None),
+        (
+            {"solver": 1.0, "jugde": 1.0},
+            "names the role 'judge', which roles does not list; list it, or use solver, jugde",
+        ),
+        ({"solvr": 1.0, "judge": 1.0}, "names the role 'solver', which roles does not list"),
+        ({"solver": 1.0}, "names the role 'judge', which roles does not list"),
+        (None, "list it, the run has no roles"),
+    ],
+)
+def test_a_role_that_the_agent_names_and_the_run_does_not_list_is_refused_at_the_start(agents_of, roles, reason):
+    """A helper of the agent's file, `client.role`, and the mapping that it returns name roles; other texts do not."""
+    with contextlib.ExitStack() as stack:
+        raised = pytest.raises(ValueError, match=re.escape(reason)) if reason else contextlib.nullcontext()
+        with raised:
+            assert stack.enter_context(agents_of("names_roles", roles)).reward_names == [*roles]
 
 
 def test_a_role_is_refused_in_a_run_without_roles(agents_of, policy, caplog):
