@@ -117,7 +117,7 @@ class Task:
 def of_task(name: str, problem: Problem) -> Problem:
     """Return a problem of a task's config with the task's keys."""
     keys = tuple(f"tasks.{name}.{key}" if key.split(".")[0] in SECTIONS else key for key in problem.keys)
-    return Problem(keys, problem.text, problem.rule)
+    return Problem(keys, problem.text)
 
 
 def task_values(of_run: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, Any]:

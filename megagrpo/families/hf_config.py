@@ -106,7 +106,7 @@ def _linears(hf_config: HfConfig) -> dict[str, tuple[str, ...]]:
 
 def _of_model(lines: Sequence[str]) -> list[Problem]:
     """Return texts about config.json as problems of the model's folder."""
-    return [Problem(MODEL, line, rule=19) for line in lines]
+    return [Problem(MODEL, line) for line in lines]
 
 
 def _unsupported(config: HfConfig) -> list[str]:
@@ -126,7 +126,6 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
     """Return why Megatron cannot train this model in `parallel`, with the valid values; empty when it can."""
     tp, problems = parallel.tp, _of_model(_unsupported(hf_config))
     sizes = {"num_attention_heads": hf_config.num_heads, "num_key_value_heads": hf_config.num_kv_heads}
-    rules = {"num_attention_heads": 1, "num_key_value_heads": 2}  # the rule of all other keys, widths of an MLP, is 3
     if hf_config.has_dense_mlps:
         sizes["intermediate_size"] = hf_config.intermediate_size
     widths = {"num_key_value_heads": hf_config.head_dim}  # of the KV heads that several ranks may share
@@ -148,7 +147,7 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
         if not fits(key, size, tp):
             valid = [d for d in _divisors(hf_config.num_heads) if all(fits(*item, d) for item in sizes.items())]
             said = f"{key}={size} is not divisible by tp={tp}; valid tp: {_words(valid)}"
-            problems.append(Problem(("parallel.tp", "model.path"), said, rule=rules.get(key, 3)))
+            problems.append(Problem(("parallel.tp", "model.path"), said))
     problems += _recurrent_problems(hf_config, parallel)
     problems += _stage_problems(hf_config.num_layers, parallel)
     problems += _one_stage_problems(hf_config, parallel)
@@ -159,7 +158,7 @@ def model_problems(hf_config: HfConfig, parallel: ParallelSection) -> list[Probl
 def _recurrent_problems(hf_config: HfConfig, parallel: ParallelSection) -> Iterator[Problem]:
     recurrence, tp, cp = hf_config.recurrence, parallel.tp, parallel.cp
     if recurrence is not None and (reason := recurrence.why_not(tp, cp)):
-        yield Problem(("parallel.tp", "parallel.cp", "model.path"), f"{reason}; lower one", rule=2)
+        yield Problem(("parallel.tp", "parallel.cp", "model.path"), f"{reason}; lower one")
 
 
 def _stage_problems(layers: int, parallel: ParallelSection) -> Iterator[Problem]:
@@ -168,11 +167,11 @@ def _stage_problems(layers: int, parallel: ParallelSection) -> Iterator[Problem]
     if own is not None and sum(own) != layers:
         fix = f"; for example {example}" if stages <= layers else ""
         said = f"{own} sums to {sum(own)}, not to num_hidden_layers={layers}{fix}"
-        yield Problem(("parallel.pipeline_layers", "model.path"), said, rule=5)
+        yield Problem(("parallel.pipeline_layers", "model.path"), said)
     if own is None and layers % stages:
         fix = f"; or set {example}" if stages <= layers else ""
         said = f"num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: "
-        yield Problem(("parallel.pp", "parallel.vpp", "model.path"), f"{said}{_words(_divisors(layers))}{fix}", rule=5)
+        yield Problem(("parallel.pp", "parallel.vpp", "model.path"), f"{said}{_words(_divisors(layers))}{fix}")
 
 
 def _one_stage_problems(hf_config: HfConfig, parallel: ParallelSection) -> Iterator[Problem]:
@@ -180,11 +179,11 @@ def _one_stage_problems(hf_config: HfConfig, parallel: ParallelSection) -> Itera
     pp = (("parallel.pp", "model.path"), f"{parallel.pp}, but", "set it to 1")
     if hf_config.layer_inputs and parallel.pp > 1:
         why = "the inputs per layer come from the embeddings of tokens, which only the first stage has"
-        yield Problem(pp[0], f"{pp[1]} {why}; {pp[2]}", rule=5)
+        yield Problem(pp[0], f"{pp[1]} {why}; {pp[2]}")
     elif hf_config.borrowers and parallel.pp > 1:
         first = hf_config.num_layers - hf_config.borrowers
         why = f"decoder blocks from {first} on use keys and values of blocks before, which another stage may have"
-        yield Problem(pp[0], f"{pp[1]} {why}; {pp[2]}", rule=5)
+        yield Problem(pp[0], f"{pp[1]} {why}; {pp[2]}")
     if hf_config.vision and hf_config.vision.trained:
         yield from trained_tower_problems(hf_config, parallel)
 
@@ -197,7 +196,7 @@ def trained_tower_problems(hf_config: HfConfig, parallel: ParallelSection) -> It
         said = f"the first stage has {first} decoder blocks, but a trained tower adds features to {vision.levels}"
         fix = "put as many there with parallel.pipeline_layers, or freeze the tower"
         keys = ("model.freeze_vision_tower", "parallel.pp", "parallel.pipeline_layers")
-        yield Problem(keys, f"false: {said}; {fix}", rule=5)
+        yield Problem(keys, f"false: {said}; {fix}")
 
 
 def stage_layers(layers: int, parallel: ParallelSection) -> list[int]:
@@ -226,10 +225,10 @@ def _expert_problems(family: str, experts: Experts | None, parallel: ParallelSec
         return
     if (count := experts.count) % ep:
         said = f"the model's {count} experts are not divisible by ep={ep}; valid ep: {_words(_divisors(count))}"
-        yield Problem(("parallel.ep", "model.path"), said, rule=7)
+        yield Problem(("parallel.ep", "model.path"), said)
     if (width := experts.intermediate_size) % etp:
         said = f"the experts' width {width} is not divisible by etp={etp}; valid etp: {_words(_divisors(width))}"
-        yield Problem(("parallel.etp", "model.path"), said, rule=7)
+        yield Problem(("parallel.etp", "model.path"), said)
 
 
 def architecture_differences(one: HfConfig, other: HfConfig) -> dict[str, str]:

@@ -18,7 +18,6 @@ from megagrpo.planner.costs.hidden_messages import overlap_row
 from megagrpo.planner.costs.workload import Lengths
 from megagrpo.planner.rules.plan_notes import idle_gpus, run_notes
 from megagrpo.planner.rules.plan_problems import check, gpu_problems
-from megagrpo.planner.rules.plan_rules import RuleVerdict, rules_text, verdicts
 from megagrpo.planner.times.step_memory import planned_step_memory, route_bytes
 from megagrpo.planner.times.step_times import StepTimes, step_times
 from megagrpo.platform.process.terminal import wrapped
@@ -28,13 +27,12 @@ from megagrpo.platform.process.terminal import wrapped
 class Plan:
     """The result of a preflight. `problems` is empty when the run can start; `notes` do not prevent a start.
 
-    `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `has_gpu`
-    says whether the memory of a GPU is known. `times` and `step_memory` are set only on request.
+    `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `times`
+    and `step_memory` are set only on request.
     """
 
     problems: list[Problem]
     rows: list[tuple[str, str]]
-    has_gpu: bool = False
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)  # purpose -> GiB of RAM on the fullest node
     smallest_gpu: float = 0.0  # GiB that a GPU needs for its trainer rank, its vLLM server or both; 0 without a model
@@ -43,14 +41,8 @@ class Plan:
     times: StepTimes | None = None
     step_memory: dict[str, dict[str, float]] = field(default_factory=dict)  # bytes, by `planned_step_memory`
 
-    @property
-    def rules(self) -> list[RuleVerdict]:
-        """The verdict on each rule."""
-        return verdicts(self.problems, self.notes, self.has_gpu)
-
     def __str__(self) -> str:
-        rows = [*self.rows, ("rules", rules_text(self.rules))]
-        lines = [line for name, text in rows for line in wrapped(f"{name:<10}{text}", indent=10)]
+        lines = [line for name, text in self.rows for line in wrapped(f"{name:<10}{text}", indent=10)]
         if self.memory:
             lines += ["", *plan_text.memory_table(self.memory)]
         if self.times:
@@ -66,10 +58,6 @@ class Plan:
         made: dict[str, Any] = {"problems": list(map(str, self.problems)), "notes": list(map(str, self.notes))}
         made |= {"rows": dict(row for row in self.rows if row[0])}
         made |= {"memory_gib": self.memory, "smallest_gpu_gib": self.smallest_gpu, "host_gib": self.host}
-        made["rules"] = [
-            {"number": v.rule.number, "rule": v.rule.what, "state": v.state, "told_by": v.rule.elsewhere}
-            for v in self.rules
-        ]
         if self.times:
             sizes = {who: {part: size / GIB for part, size in parts.items()} for who, parts in self.step_memory.items()}
             names = ("seconds", "gpus", "bubble", "step", "bound", "control", "sync", "overlap", "mfu", "idle")
@@ -110,7 +98,7 @@ def plan(
     generates = config.algorithm.loss.generates
     notes = run_notes(config, world_size, found.model, has_data)
     notes += idle_gpus(config, world_size) if gpu_memory_gb else []
-    made = Plan(found.problems, rows, bool(gpu_memory_gb), notes=notes, model=found.model)
+    made = Plan(found.problems, rows, notes=notes, model=found.model)
     if (memory := found.memory) is None:
         return made
     phases = {name: parts for name, parts in memory.phases.items() if generates or name not in ("generate", "sync")}

@@ -1,6 +1,6 @@
 """Defines problems of a configuration, and errors that carry several problems.
 
-Code compares `keys` and `rule`; no code reads a problem's text.
+Code compares `keys`; no code reads a problem's text.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ class Problem:
     """One problem, or one note, about values of a configuration.
 
     `keys` are its dotted keys; the first one is the key to change. `text` states the value, the rule and the fix.
-    `rule` is the number of a rule in docs/plan.md, or None.
     """
 
     keys: tuple[str, ...]
     text: str
-    rule: int | None = None
 
     def __post_init__(self) -> None:
         assert isinstance(self.keys, tuple) and self.keys, f"keys of {self.text!r} must be a tuple of dotted keys"

@@ -108,15 +108,15 @@ def layout_problems(config: RunConfig) -> Iterator[Problem]:
     p = config.parallel
     if p.sequence_parallel and p.tp == 1:
         keys: tuple[str, ...] = ("parallel.sequence_parallel", "parallel.tp")
-        yield Problem(keys, "true needs parallel.tp > 1; set it to false, or raise tp", rule=8)
+        yield Problem(keys, "true needs parallel.tp > 1; set it to false, or raise tp")
     if p.vpp > 1 and p.pp == 1:
         reason = f"{p.vpp} needs parallel.pp > 1; set vpp to 1 or raise pp"
-        yield Problem(("parallel.vpp", "parallel.pp"), reason, rule=5)
+        yield Problem(("parallel.vpp", "parallel.pp"), reason)
     if p.pipeline_layers is not None and len(p.pipeline_layers) != p.pp * p.vpp:
         reason = f"{p.pipeline_layers} has {len(p.pipeline_layers)} number(s)"
         cause = f"pp {p.pp} x vpp {p.vpp} = {p.pp * p.vpp} stages"
         keys = ("parallel.pipeline_layers", "parallel.pp", "parallel.vpp")
-        yield Problem(keys, f"{reason}, but {cause}; give one number of layers per stage", rule=5)
+        yield Problem(keys, f"{reason}, but {cause}; give one number of layers per stage")
     yield from server_layout_problems(config)
 
 
@@ -154,7 +154,7 @@ def length_problems(config: RunConfig) -> Iterator[Problem]:
         longest = f"rollout.max_prompt_length {r.max_prompt_length} + {config.response_limit} = {config.max_model_len}"
         reason = f"{t.max_tokens_per_micro_batch} is less than the longest sample, {longest}"
         keys = ("train.max_tokens_per_micro_batch", *LONGEST_SAMPLE)
-        yield Problem(keys, f"{reason}; raise it, or shorten the sample", rule=14)
+        yield Problem(keys, f"{reason}; raise it, or shorten the sample")
     if t.share_prompts and "rope" in config.model.fusions:
         reason = "true lets positions continue a prompt's, but the fused rotation of model.fusions begins at 0"
         fix = "leave rope out, or share_prompts empty"
@@ -175,7 +175,7 @@ def step_problems(config: RunConfig) -> Iterator[Problem]:
         factors = ("algorithm.steps_per_generation", "rollout.prompts_per_step", "rollout.num_generations")
         product = f"rollout.prompts_per_step {r.prompts_per_step} x num_generations {r.num_generations}"
         reason = f"{slices} does not divide the step's {samples} samples, {product}"
-        yield Problem(factors, f"{reason}; use {nearest_divisor(samples, slices)}", rule=12)
+        yield Problem(factors, f"{reason}; use {nearest_divisor(samples, slices)}")
     if t.warmup_steps and t.warmup_ratio:
         reason = f"{t.warmup_ratio:g} and train.warmup_steps {t.warmup_steps} both set the warm-up"
         yield Problem(("train.warmup_ratio", "train.warmup_steps"), f"{reason}; set one of them to 0")
@@ -207,7 +207,7 @@ def data_problems(config: RunConfig) -> Iterator[Problem]:
     if not has_rewards and config.algorithm.loss.generates:
         keys = ("rewards.functions", "multi_turn.scheduler", "multi_turn.environment", "multi_turn.agent")
         reason = "the run has no rewards; name a function, or a scheduler, environment or agent that gives rewards"
-        yield Problem(keys, reason, rule=18)
+        yield Problem(keys, reason)
     choice, names = config.algorithm.dynamic_sample, config.rewards.names
     deciding = {*names} - config.rewards.penalties if choice == "outcome" else {*names} & {choice}
     if isinstance(choice, str) and not deciding and not (m.scheduler or m.environment or m.agent):

@@ -142,5 +142,5 @@ class ParallelSection(Section):
             if world_size % product:
                 keys = re.findall(r"parallel\.\w+", text)
                 said = f"{world_size} {text} = {' x '.join(map(str, sizes))} = {product}; use {nearest} ranks"
-                return [Problem(("world_size", *keys), said, rule=6)]
+                return [Problem(("world_size", *keys), said)]
         return []

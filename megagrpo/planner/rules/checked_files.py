@@ -38,7 +38,7 @@ def output_problems(output_dir: str) -> list[Problem]:
         why = f"{folder}: {there} cannot be written to"
     else:
         return []
-    return [Problem(key, f"{why}; name another folder", rule=25)]
+    return [Problem(key, f"{why}; name another folder")]
 
 
 def data_problems(data: DataSection, held_out: Mapping[str, EvaluationSet], with_columns: bool = True) -> list[Problem]:
@@ -52,12 +52,12 @@ def data_problems(data: DataSection, held_out: Mapping[str, EvaluationSet], with
         is_path = bool(data_suffix(path)) or path.is_absolute() or section.source.startswith(".")
         if is_path and not os.path.exists(path):
             said = f"no file or folder {path.absolute()}; correct the path"
-            problems.append(Problem((f"{key}.source",), said, rule=13))
+            problems.append(Problem((f"{key}.source",), said))
         elif with_columns and (present := _columns(path)):
             problems += _column_problems(data, key, section, present)
     template = data.chat_template
     if template is not None and Path(template).is_absolute() and "\n" not in template and not os.path.isfile(template):
-        problems.append(Problem(("data.chat_template",), missing_template(template), rule=16))
+        problems.append(Problem(("data.chat_template",), missing_template(template)))
     return problems
 
 
@@ -74,7 +74,7 @@ def _column_problems(data: DataSection, key: str, section: DatasetSection, prese
     required += [(hash_key, name) for name in hash_columns if name not in renamed]
     has = f"{section.source} has columns {', '.join(present)}"
     return [
-        Problem((where, f"{key}.source"), f"no column `{name}`{column_hint(name, present)}; {has}", rule=13)
+        Problem((where, f"{key}.source"), f"no column `{name}`{column_hint(name, present)}; {has}")
         for where, name in required
         if name not in present
     ]
@@ -107,7 +107,7 @@ def tokenizer_problems(path: str, data: DataSection, vocab_size: int) -> list[Pr
     ids = [number for number in ids if isinstance(number, int)]
     if ids and max(ids) >= vocab_size:
         said = f"token {max(ids)} of {folder} is outside of the model's vocab_size {vocab_size}; name the"
-        problems.append(Problem(("model.tokenizer", "model.path"), f"{said} model's own tokenizer", rule=19))
+        problems.append(Problem(("model.tokenizer", "model.path"), f"{said} model's own tokenizer"))
     problems += _end_token_problems(folder, vocab_size)
     return problems + _template_problems(data, folder, settings.get("chat_template"))
 
@@ -139,7 +139,7 @@ def _template_problems(data: DataSection, folder: Path, template: Any) -> list[P
         check_kwargs(kwargs, read_chat_template(data.chat_template or (str(file) if file.exists() else template)))
     except ValueError as error:
         key, _, said = str(error).partition(": ")
-        return [Problem((key,), said, rule=16)] if key == "data.chat_template_kwargs" else []
+        return [Problem((key,), said)] if key == "data.chat_template_kwargs" else []
     return []
 
 
@@ -160,7 +160,7 @@ def _end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
         said = f"{path} must contain a JSON object; download it again, or delete it"
     except (OSError, ValueError, RecursionError) as error:
         said = f"{path} is not valid JSON: {error}; download it again, or delete it"
-    return [Problem(key, said, rule=17)] if said else []
+    return [Problem(key, said)] if said else []
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from megagrpo.rewards.registry.reward_registry import locate, resolve, undefined
 from megagrpo.rewards.registry.target import Target
 from megagrpo.suggestions import did_you_mean
 
-REWARD_RULE = 18  # of docs/plan.md: reward functions exist
-
 
 def code_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield unknown names, and files that do not exist or do not define the named function or class."""
@@ -29,13 +27,13 @@ def code_problems(config: RunConfig) -> Iterator[Problem]:
         key = f"rewards.functions.{i}.function"
         try:
             target = resolve(reward.function, config.rewards.plugins, key)
-            yield from undefined(target, key, REWARD_RULE)
+            yield from undefined(target, key)
             yield from unknown_arguments(reward.function, target, reward.args, f"rewards.functions.{i}.args")
         except ProblemError as error:
             yield from error.problems
     for key, (name, find) in named.items():
         try:
-            yield from undefined(find(name, key), key, REWARD_RULE if key.startswith("multi_turn.") else None)
+            yield from undefined(find(name, key), key)
         except ProblemError as error:
             yield from error.problems
 

@@ -19,10 +19,10 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
         yield Problem(("rollout.routing_replay",), said)
     if model.experts and model.experts.per_token > model.experts.count:
         said = f"num_experts_per_tok {model.experts.per_token} exceeds the model's {model.experts.count} experts;"
-        yield Problem(("model",), f"{said} correct config.json", rule=7)
+        yield Problem(("model",), f"{said} correct config.json")
     if model.experts and p.tp > 1 and not p.sequence_parallel:
         said = f"false, but the experts of {model.family} need it with parallel.tp={p.tp}; set it to true"
-        yield Problem(("parallel.sequence_parallel", "parallel.tp"), said, rule=7)
+        yield Problem(("parallel.sequence_parallel", "parallel.tp"), said)
     if coefficient and model.experts and (model.experts.sigmoid or model.experts.groups > 1):
         why = "the balancing loss needs experts chosen by softmax, without groups"
         yield Problem(balance, f"{coefficient:g}, but {why}, unlike those of {model.family}; set it to 0")

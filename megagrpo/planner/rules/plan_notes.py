@@ -24,7 +24,7 @@ def run_notes(config: RunConfig, world_size: int, model: HfConfig | None, has_da
         folder = Path(os.path.expanduser(config.model.tokenizer or config.model.path))
         if model.vocab_size % (tp := config.parallel.tp):
             said = f"the vocabulary of {model.vocab_size} is padded to {model.padded_vocab(tp)} for tp={tp}; exports"
-            notes.append(Problem(("parallel.tp",), f"{said} and weight syncs remove the padding", rule=4))
+            notes.append(Problem(("parallel.tp",), f"{said} and weight syncs remove the padding"))
         notes += _tokenizer_notes(folder, config.data.chat_template is not None, model.raw.get("eos_token_id"))
     return notes
 
@@ -37,7 +37,7 @@ def layout_notes(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(("algorithm.ref_model_sync_steps", "run.max_steps"), f"{said} reference never moves")
     if config.max_model_len % p.sequence_align:
         said = f"every sample is padded to a multiple of 2 x cp = {p.sequence_align} tokens; the longest has"
-        yield Problem(("parallel.cp", *LONGEST_SAMPLE), f"{said} {config.max_model_len}", rule=9)
+        yield Problem(("parallel.cp", *LONGEST_SAMPLE), f"{said} {config.max_model_len}")
     dp, slices = world_size // p.model_parallel_size, config.algorithm.steps_per_generation
     samples = step_samples(config) // slices
     if samples < dp:
@@ -45,7 +45,7 @@ def layout_notes(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"an optimizer step has {samples} samples (responses, not prompts), fewer samples than data-parallel "
             f"ranks, {dp}; use {ceil(dp * slices / mean_group(config.each_task))} prompts or more"
         )
-        yield Problem(("rollout.prompts_per_step", "rollout.num_generations"), said, rule=11)
+        yield Problem(("rollout.prompts_per_step", "rollout.num_generations"), said)
 
 
 def idle_gpus(config: RunConfig, world_size: int) -> list[Problem]:
@@ -67,7 +67,7 @@ def _data_notes(data: DatasetSection, drawn: int) -> Iterator[Problem]:
         rows = count if rows is None else min(rows, count)
     if rows is not None and rows < drawn:
         said = f"{rows} prompts, but a step draws {drawn} (rollout.prompts_per_step) and repeats some; lower"
-        yield Problem(("data.train", "rollout.prompts_per_step"), f"{said} prompts_per_step or add prompts", rule=13)
+        yield Problem(("data.train", "rollout.prompts_per_step"), f"{said} prompts_per_step or add prompts")
 
 
 def _tokenizer_notes(folder: Path, has_template: bool, eos: int | list[int] | None) -> Iterator[Problem]:
@@ -78,8 +78,8 @@ def _tokenizer_notes(folder: Path, has_template: bool, eos: int | list[int] | No
         return
     if not has_template and "chat_template" not in settings and not (folder / "chat_template.jinja").exists():
         said = f"the tokenizer in {folder} has no chat template, as is usual for base models; set one, or `none` for"
-        yield Problem(("data.chat_template", "model.tokenizer"), f"{said} plain text", rule=16)
+        yield Problem(("data.chat_template", "model.tokenizer"), f"{said} plain text")
     ends = read_object(folder / "generation_config.json").get("eos_token_id")
     if ends is not None and eos is not None and set(as_list(ends)) != set(as_list(eos)):
         said = f"generation_config.json ends responses at {as_list(ends)}, config.json at {as_list(eos)}; check that"
-        yield Problem(("model.tokenizer", "model.path"), f"{said} both are intended", rule=17)
+        yield Problem(("model.tokenizer", "model.path"), f"{said} both are intended")

@@ -111,7 +111,7 @@ def layout_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"{budget} is cut to {budget // align * align}, a multiple of {factors} = {align}, and the longest sample "
             f"has {longest} tokens; use {ceil(longest / align) * align}"
         )
-        yield Problem(("train.max_tokens_per_micro_batch", *LONGEST_SAMPLE), said, rule=9)
+        yield Problem(("train.max_tokens_per_micro_batch", *LONGEST_SAMPLE), said)
     if unknown := [rank for rank in config.run.profile.ranks if rank >= world_size]:
         said = f"rank {unknown[0]} does not exist: the run has {world_size} rank(s), counted from 0; leave ranks"
         yield Problem(("run.profile.ranks",), f"{said} empty for all")
@@ -133,13 +133,13 @@ def few_kv_head_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem
     said = f"{tp} exceeds the {model.num_kv_heads} KV heads of {model.family}"
     if config.train.optimizer == "muon":
         reason = "muon needs whole groups of heads on a rank; lower it, or choose adam"
-        yield Problem(("parallel.tp", "train.optimizer"), f"{said}, and {reason}", rule=2)
+        yield Problem(("parallel.tp", "train.optimizer"), f"{said}, and {reason}")
     names = {name for of_layer in of_layers for name in of_layer.get("self_attention.linear_qkv", ())}
     fused = "adapters of gated attention" if model.attention_gate else "adapters of the fused qkv_proj"
     needed = [name for name in names if model.attention_gate or name.endswith(".qkv_proj")]
     if config.lora.enabled and any(map(config.lora.adapts, needed)):
         reason = f"{fused} need whole groups of heads on a rank; lower it"
-        yield Problem(("parallel.tp", "lora.target_modules"), f"{said}, and {reason}", rule=2)
+        yield Problem(("parallel.tp", "lora.target_modules"), f"{said}, and {reason}")
 
 
 def recurrent_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
@@ -299,7 +299,7 @@ def cache_problems(r: RolloutSection, ram: float) -> Iterator[Problem]:
         said = (
             f"{r.kv_cache_gb:g} x rollout.servers {r.servers} = {total:g} GiB, but this machine has {ram:.1f} GiB of "
         )
-        yield Problem(("rollout.kv_cache_gb", "rollout.servers"), f"{said}RAM; lower one of them", rule=20)
+        yield Problem(("rollout.kv_cache_gb", "rollout.servers"), f"{said}RAM; lower one of them")
 
 
 KEPT_IN_RAM = {
@@ -338,19 +338,19 @@ def too_big(r: RolloutSection, turns: bool, has_experts: bool, memory: Memory, g
             f"of {reload:.1f} GiB beside it; lower rollout.gpu_memory_utilization to "
             f"{int((1 - reload / gpu) * 100) / 100:g}, or raise rollout.tp"
         )
-        return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), said, rule=20)
+        return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), said)
     if (r.placed != "colocated" or turns) and trainer < gpu:
         said = (
             f"vLLM's {r.gpu_memory_utilization:g} of a GPU must hold its part of the weights and the longest sequence, "
             f"which needs {smallest:.1f} GiB, but a GPU has {gpu:g}; raise rollout.tp or rollout.gpu_memory_utilization"
         )
-        return Problem(("rollout.tp", "rollout.gpu_memory_utilization"), said, rule=20)
+        return Problem(("rollout.tp", "rollout.gpu_memory_utilization"), said)
     if r.placed != "colocated" or turns:
         said = f"a trainer rank needs {trainer:.1f} GiB, but a GPU has {gpu:g}; {less}"
-        return Problem(("parallel.tp",), said, rule=20)
+        return Problem(("parallel.tp",), said)
     room, fix = (gpu - trainer) / gpu, less
     if room > 0.05:
         lower = f"lower it to {int(room * 100) / 100:g} or raise rollout.tp"
         fix = lower if room < r.gpu_memory_utilization else "raise it or rollout.tp"
     said = f"a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need {smallest:.1f}"
-    return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), f"{said} GiB, but it has {gpu:g}; {fix}", rule=20)
+    return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), f"{said} GiB, but it has {gpu:g}; {fix}")

@@ -29,10 +29,10 @@ def rollout_problems(config: RunConfig, model: HfConfig, sequence: float) -> Ite
                 f"max_prompt_length {r.max_prompt_length} + {response} = {longest} tokens, but the model's limit is "
                 f"{model.max_positions} (max_position_embeddings); shorten by {longest - model.max_positions}"
             )
-            yield Problem(keys, said, rule=14)
+            yield Problem(keys, said)
     if not r.urls and sequence > r.kv_cache_gb:
         said = f"{r.kv_cache_gb:g} cannot hold one sequence of {config.max_model_len} tokens; use"
-        yield Problem(("rollout.kv_cache_gb", *LONGEST_SAMPLE), f"{said} {ceil(sequence * 10) / 10:g} or more", rule=14)
+        yield Problem(("rollout.kv_cache_gb", *LONGEST_SAMPLE), f"{said} {ceil(sequence * 10) / 10:g} or more")
 
 
 def unserved_problems(model: HfConfig) -> Iterator[Problem]:

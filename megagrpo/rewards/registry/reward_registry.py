@@ -40,14 +40,14 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
         return Target(*_split(REWARD_MODEL), preset=preset, heavy=True, independent=True)
     if function.startswith(SERVER):
         if why := address_fault(function):
-            raise ProblemError(Problem((key,), f"`{function}` {why}; write it as http://HOST:PORT/PATH", rule=18))
+            raise ProblemError(Problem((key,), f"`{function}` {why}; write it as http://HOST:PORT/PATH"))
         return Target(*_split(SERVED_REWARD), preset=(("url", function),))
     if plugins and function not in BUILT_IN_REWARDS and _NAME.fullmatch(function):
         return Target("", function, plugins=tuple(str(find_file(path, "rewards.plugins")) for path in plugins))
     if function in FORMER_REWARDS:
-        raise ProblemError(Problem((key,), f"`{function}` {FORMER_REWARDS[function]}", rule=18))
+        raise ProblemError(Problem((key,), f"`{function}` {FORMER_REWARDS[function]}"))
     own = "package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
-    target = locate(function, key, "reward function", BUILT_IN_REWARDS, own, rule=18)
+    target = locate(function, key, "reward function", BUILT_IN_REWARDS, own)
     return replace(target, independent=function in BUILT_IN_REWARDS.keys() - WHOLE_GROUP)
 
 
@@ -62,7 +62,6 @@ def locate(
     kind: str,
     built_in: Mapping[str, str],
     own: str = "package.module:name or path/file.py:name",
-    rule: int | None = None,
 ) -> Target:
     """Return the location of a plug-in of some `kind`, such as a tool: a name of `built_in`, or one that a user writes
     as `own` says. Raises ProblemError for an unknown name and a missing file."""
@@ -73,11 +72,11 @@ def locate(
     if not _IMPORT_PATH.fullmatch(dotted):
         known = f"known: {', '.join(built_in)}; your own: " if built_in else "give it as "
         text = f"`{name}` is not a known {kind}{did_you_mean(name, built_in)}; {known}{own}"
-        raise ProblemError(Problem((key,), text, rule))
+        raise ProblemError(Problem((key,), text))
     return Target(*_split(dotted))
 
 
-def undefined(target: Target, key: str, rule: int | None = None) -> list[Problem]:
+def undefined(target: Target, key: str) -> list[Problem]:
     """Return the problem of a name that the file of `target`, the value of the config's `key`, does not define.
 
     The file is parsed, not run, so the names of a star import remain unknown.
@@ -87,7 +86,7 @@ def undefined(target: Target, key: str, rule: int | None = None) -> list[Problem
     try:
         body = list(ast.walk(ast.parse(Path(target.location).read_bytes())))
     except SyntaxError as error:
-        return [Problem((key,), f"{target.location}, line {error.lineno}: not valid Python: {error.msg}", rule=rule)]
+        return [Problem((key,), f"{target.location}, line {error.lineno}: not valid Python: {error.msg}")]
     except (OSError, ValueError):
         return []  # the run reports the error
     defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
@@ -98,7 +97,7 @@ def undefined(target: Target, key: str, rule: int | None = None) -> list[Problem
         return []
     hint = did_you_mean(target.attribute, names)
     said = f"{target.location} defines no `{target.attribute}`{hint}; it defines {', '.join(defined) or 'nothing'}"
-    return [Problem((key,), said, rule=rule)]
+    return [Problem((key,), said)]
 
 
 def unknown_arguments(name: str, target: Target, args: Iterable[str], key: str) -> list[Problem]:
@@ -120,7 +119,7 @@ def unknown_arguments(name: str, target: Target, args: Iterable[str], key: str) 
         names, is_open = [arg.arg for arg in (*takes.args, *takes.kwonlyargs)], takes.kwarg is not None
     options = [name for name in names if name not in dict(target.preset)]
     return [
-        Problem((f"{key}.{arg}",), no_such_argument(name, arg, options), rule=18)
+        Problem((f"{key}.{arg}",), no_such_argument(name, arg, options))
         for arg in args
         if arg not in options and not is_open
     ]
@@ -146,7 +145,7 @@ def _model_path(path: str, key: str) -> str:
     if folder.is_dir():
         return str(folder.resolve())
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ProblemError(Problem((key,), f"`{LOADED_MODEL}{path}`: no folder {path}", rule=18))
+        raise ProblemError(Problem((key,), f"`{LOADED_MODEL}{path}`: no folder {path}"))
     return path
 
 

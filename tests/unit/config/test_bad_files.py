@@ -197,7 +197,7 @@ def test_small_sizes_keep_their_digits():
 
 
 def test_problems_are_compared_by_keys_and_never_by_words():
-    problem = Problem(("parallel.sequence_parallel", "parallel.tp"), "needs parallel.tp > 1; set rollout.tp", rule=8)
+    problem = Problem(("parallel.sequence_parallel", "parallel.tp"), "needs parallel.tp > 1; set rollout.tp")
     assert problem.is_about(["parallel.tp"]) and problem.is_about(["parallel"]) and problem.is_about(["parallel.tp.x"])
     assert not problem.is_about(["rollout.tp", "parallel.t", "tp", "parallel.tp2"])
     error = ProblemError(problem, problem)
