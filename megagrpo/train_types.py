@@ -43,6 +43,7 @@ class TrainSample:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # the row's own parameters that change log-probs
     trajectory: int | None = None  # index among the step's trajectories; None: `index`, the trajectory has one sample
     token_advantages: Tensor | None = None  # [L] float32, with `algorithm.advantage_by`; None: all are `advantage`
+    readings: Mapping[str, TrainSample | None] | None = None  # by teacher, None: it teaches not; None: all read this
 
     @property
     def advantages(self) -> Tensor:
@@ -165,6 +166,14 @@ class StepTerms:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What one teacher reads of a micro-batch: other prompts, or some of its samples."""
+
+    micro_batch: MicroBatch
+    tokens: Tensor  # [T] bool, loss tokens of the policy's micro-batch: in order, those of the teacher's
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """S sequences packed end to end, T tokens in total. If T needs padding, the padding is the last sequence.
 
@@ -205,6 +214,7 @@ class MicroBatch:
     routes: Tensor | None = None
     sampling: tuple[Mapping[str, Any], ...] = ()  # [S], `TrainSample.sampling` of each sequence; () if all are empty
     several: Trajectories | None = None  # None: each trajectory of the step has one sample
+    readings: Mapping[str, Reading] = field(default_factory=dict)  # of teachers that do not read this micro-batch
 
     @property
     def num_tokens(self) -> int:

@@ -52,6 +52,9 @@ class Prompt:
     expected_length: float = 0.0  # mean tokens of the responses at the prompt's last visit; 0 if it had none
     task: str = ""  # name of its task, if the run has several
     num_generations: int | None = None  # size of its group, if its task sets it
+    # what each of `algorithm.teachers` reads before a response: token ids, () for this prompt's, None: it does not
+    # teach the row. None: all teachers read this prompt
+    teachers: Mapping[str, tuple[int, ...] | None] | None = None
 
     def group_size(self, num_generations: int) -> int:
         """Return the size of its group in a run with `rollout.num_generations`."""

@@ -13,6 +13,7 @@ from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
 from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.sources.text_rows import ROWS_FOR_NAMES, JsonRows, column_hint, names_in, nested
+from megagrpo.data.teacher_prompts import row_teachers
 from megagrpo.data.tokens.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
 from megagrpo.data.tokens.row_settings import RowReader, row_mapping
 from megagrpo.data.tokens.tokenizer import Messages, Tokenizer, as_messages, read_chat_template
@@ -150,6 +151,7 @@ class PromptSource(PromptOrder):
                 fingerprint = _fingerprint(token_ids[-self.max_prompt_length :], inputs)
                 self._sampling(row, values)
                 self._check_needs(row, values, images)
+                self._teachers(row, values, prompt)
                 rendered.see(row, prompt)
             except ValueError as error:
                 self.bad.add(error, f"{self._key}: row {row}")
@@ -203,6 +205,7 @@ class PromptSource(PromptOrder):
             tokens = len(ids)
             self._sampling(number, values)
             self._check_needs(number, dict.fromkeys(self._rows[0]) | values, images)
+            self._teachers(number, values, question)
             if isinstance(inputs, PromptImages):
                 self._decode(number, inputs)
             if tokens > self.max_prompt_length and self._data.overlong_prompts == "error":
@@ -243,6 +246,7 @@ class PromptSource(PromptOrder):
             inputs=inputs,
             sampling=self._sampling(row, values),
             expected_length=self.response_lengths.expected(row),
+            teachers=self._teachers(row, values, question),
         )
 
     def _columns(self, values: dict[str, Any], images: Sequence[RowImage]) -> dict[str, Any]:
@@ -318,6 +322,22 @@ class PromptSource(PromptOrder):
             said = f"{self._key}: row {row}: column `{column}` (data.sampling_column)"
             own = own | row_mapping(_field(values, column), "sampling parameters", said)
         return reader.read(own, said)
+
+    def _teachers(
+        self, row: int, values: dict[str, Any], question: Messages
+    ) -> dict[str, tuple[int, ...] | None] | None:
+        """`Prompt.teachers` of a row. ValueError for a row that teachers cannot teach."""
+        if self._row_reader is None or not self._trains:
+            return None
+        columns = self._columns(values, []) | ({"task": task} if (task := self._above[len("tasks.") : -1]) else {})
+        own, tokenizer = (self._data.system_prompt, self._template, self._tools), self._tokenizer
+        kwargs = self._template_kwargs(row, values)
+        try:
+            return row_teachers(
+                self._row_reader.config, columns, question, lambda asked: tokenizer.render(asked, *own, kwargs)
+            )
+        except ValueError as error:
+            raise ValueError(f"{self._key}: row {row}: {error}") from None
 
 
 def prompt_reader(

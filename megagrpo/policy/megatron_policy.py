@@ -163,14 +163,17 @@ class MegatronPolicy:
 
         return self._collect(batch, collect)
 
-    def heads(self, batch: TrainBatch) -> list[RefHead | None]:
+    def heads(self, batch: TrainBatch, whole: bool = False) -> list[RefHead | None]:
         """Return the LM head's inputs for every micro-batch's loss tokens on the last pipeline stage; None on others.
+        With `whole` the hidden states are those of the loss tokens of all context-parallel ranks.
 
         `RefHead.weight` is the head's own storage, not a copy.
         """
 
         def collect(hidden: Tensor, item: RankBatch, chunk: torch.nn.Module) -> RefHead:
             states = head_input(chunk, hidden).index_select(0, item.loss)
+            if whole:
+                states = self._whole_rows(states.t(), item).t()[item.micro_batch.loss_mask]
             return RefHead(states, lm_head(chunk).detach(), self.hf_config.logit_cap)
 
         return self._collect(batch, collect)

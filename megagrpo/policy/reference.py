@@ -103,10 +103,10 @@ class Reference:
             return batch.with_terms(ref_head=self.heads(batch))
         return batch.with_terms(ref_logprobs=self.logprobs(batch))
 
-    def heads(self, batch: TrainBatch) -> list[RefHead | None]:
+    def heads(self, batch: TrainBatch, whole: bool = False) -> list[RefHead | None]:
         """Return `MegatronPolicy.heads` of the reference: a `RefHead` per micro-batch on the last stage, else None."""
         with self.in_place():
-            return self._policy.heads(batch)
+            return self._policy.heads(batch, whole)
 
     def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
         """Return `MegatronPolicy.logprobs` of the reference: [T] float32 per micro-batch."""

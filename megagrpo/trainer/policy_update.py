@@ -19,6 +19,7 @@ from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator, loss_weights
 from megagrpo.algorithms.turn_advantages import Turns, discounted_returns, turn_advantages
 from megagrpo.config import RunConfig
+from megagrpo.data.packing.readings import with_readings
 from megagrpo.data.packing.sample_packing import PackPlan, build_batch, packing_rules, plan_packing, slices
 from megagrpo.data.packing.sample_table import TRUNCATED
 from megagrpo.data.packing.step_samples import StepSamples
@@ -140,7 +141,7 @@ class Learning:
         """Pack the samples with advantages [N], turns with advantages [K] if any, and log-probs: this replica's part
         of each optimizer step."""
         layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
-        models = [self.policy, *(teacher.model for teacher in self.teachers)]
+        models = [self.policy, *self.teachers]
         rules = packing_rules(self.config, all(model.shares_prompts for model in models))
         shapes = samples.shapes(advantages.numpy(), rules, of_turns)
         parts = slices(len(samples), self.config.algorithm.steps_per_generation, seed)
@@ -153,6 +154,9 @@ class Learning:
         elif samples.columns.token_advantages:
             mine = samples.with_token_advantages(mine, advantages.numpy())
         batches = [build_batch(plan, layout.dp_rank, mine, rules) for plan in plans]
+        if self.teachers:
+            pairs = zip(batches, plans, strict=True)
+            batches = [with_readings(batch, plan, layout.dp_rank, mine, rules) for batch, plan in pairs]
         if self.config.rollout.routing_replay == "engine":
             batches = replayed_batches(batches, samples.every, plans, layout, route_shape(self.policy.hf_config))
         if self.config.weighs_tasks:
@@ -188,7 +192,7 @@ class Learning:
                 batch = self.policy.replay.recorded(batch, self.policy.logprobs)
             elif algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
                 batch = batch.with_terms(old_logprobs=self.policy.logprobs(batch))
-            batch = batch if self.reference is None else self.reference.annotate(batch)
+            batch = batch if self.reference is None or not algorithm.beta else self.reference.annotate(batch)
             for teacher in self.teachers:
                 batch = teacher.annotate(batch, self.state.step + 1)
             return batch

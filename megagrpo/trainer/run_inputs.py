@@ -54,7 +54,7 @@ class ModelFiles:
     hf_config: HfConfig
     dtype: torch.dtype
     reference_folder: Path | None
-    teachers: list[TeacherFiles]
+    teachers: list[TeacherFiles | None]
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def read_inputs(
     reference_folder = run_own_and_agree(
         layout, lambda: _reference_folder(config.model.reference_path, hf_config, tokenizer)
     )
-    paths = [teacher.path for teacher in config.algorithm.teacher]
-    teachers = run_own_and_agree(layout, lambda: teacher_files(paths, hf_config, layout, tokenizer))
+    named = config.algorithm.teacher
+    teachers = run_own_and_agree(layout, lambda: teacher_files(named, hf_config, layout, tokenizer))
     model = ModelFiles(model_folder, hf_config, dtype, reference_folder, teachers)
     tokenizers = tokenizer, reader
     of_model = tokenizers, hf_config.vocab_size, layout, resources

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megagrpo.config import RunConfig
+from megagrpo.config import RunConfig, TeacherSection
 from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.families.hf_config import HfConfig, load_hf_config, model_problems
 from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import Progress
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
 from megagrpo.policy.teacher import Teacher, build_teachers
 from megagrpo.weights.bridge.load import load_hf
 
@@ -27,13 +29,15 @@ class TeacherFiles:
 
 
 def teacher_files(
-    paths: Sequence[str | None], policy: HfConfig, layout: Layout, tokenizer: Tokenizer | None
-) -> list[TeacherFiles]:
-    """Return the files of the teachers at `paths`. Raises ValueError with the key of one whose tokens are not the
-    policy's, which ranks with a `tokenizer` check, or which the layout does not divide."""
+    sections: Sequence[TeacherSection], policy: HfConfig, layout: Layout, tokenizer: Tokenizer | None
+) -> list[TeacherFiles | None]:
+    """Return the files of the teachers, None for the policy and the reference. Raises ValueError with the key of one
+    whose tokens are not the policy's, which ranks with a `tokenizer` check, or which the layout does not divide."""
     return [
-        _files(f"algorithm.teacher.{number}.path", str(path), policy, layout, tokenizer)
-        for number, path in enumerate(paths)
+        None
+        if section.is_own
+        else _files(f"algorithm.teacher.{number}.path", str(section.path), policy, layout, tokenizer)
+        for number, section in enumerate(sections)
     ]
 
 
@@ -53,12 +57,17 @@ def _files(key: str, path: str, policy: HfConfig, layout: Layout, tokenizer: Tok
 
 
 def load_teachers(
-    config: RunConfig, files: Sequence[TeacherFiles], layout: Layout, progress: Progress
+    config: RunConfig,
+    files: Sequence[TeacherFiles | None],
+    models: tuple[MegatronPolicy, Reference | None],
+    progress: Progress,
 ) -> list[Teacher]:
-    """Build the teachers and load their weights. Collective."""
-    teachers = []
-    for teacher, one in zip(build_teachers(config, layout, [one.hf_config for one in files]), files, strict=True):
-        load = partial(load_hf, teacher.model.chunks, one.hf_config, one.folder, layout, progress)
-        run_own_and_agree(layout, load)
+    """Build the teachers beside these models, policy and reference, and load their weights. Collective."""
+    teachers, layout = [], models[0].layout
+    shapes = [one and one.hf_config for one in files]
+    for teacher, one in zip(build_teachers(config, *models, shapes), files, strict=True):
+        if one is not None and isinstance(teacher.model, MegatronPolicy):
+            load = partial(load_hf, teacher.model.chunks, one.hf_config, one.folder, layout, progress)
+            run_own_and_agree(layout, load)
         teachers.append(teacher)
     return teachers

@@ -48,7 +48,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     servers = start_servers(config, model.folder, folder.path, layout, inputs.servers, progress, say, resources)
     policy, reference = load_policy(config, layout, model, data.sampling, progress)
     with as_config_errors():
-        teachers = load_teachers(config, model.teachers, layout, progress)
+        teachers = load_teachers(config, model.teachers, (policy, reference), progress)
     critic = load_critic(config, layout, model, progress) if config.algorithm.has_critic else None
     if note := apex_note(policy.optimizer):
         say(note)

@@ -19,8 +19,9 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.token_advantages import with_token_advantages
 from megagrpo.config import ParallelSection, RunConfig
+from megagrpo.data.packing.readings import with_readings, with_teachers
 from megagrpo.data.packing.routed_experts import RouteShape
-from megagrpo.data.packing.sample_packing import build_batch, pack, packing_rules, plan_packing
+from megagrpo.data.packing.sample_packing import SampleShapes, build_batch, pack, packing_rules, plan_packing
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform.parallel.layout import Layout
@@ -197,6 +198,24 @@ def _with_row(sample: TrainSample, scored: ScoredRollout) -> TrainSample:
     return replace(sample, token_advantages=torch.from_numpy(np.append(before, scored.token_advantages[0])))
 
 
+def taught_apart(scored: list[ScoredRollout]) -> list[ScoredRollout]:
+    """The rollouts for three teachers: the first reads longer prompts, every second one a prompt of its own, the second
+    teaches some prompts, and the third reads the policy's prompts."""
+    made = []
+    for i, s in enumerate(scored):
+        prompt, group = s.rollout.prompt, i // 4
+        teachers = {"policy": (3, *prompt.token_ids, 4 + i % 2, 5), "one": None if group == 1 else (), "policy_2": ()}
+        made.append(replace(s, rollout=replace(s.rollout, prompt=replace(prompt, teachers=teachers))))
+    return made
+
+
+def _read(sample: TrainSample, scored: ScoredRollout) -> TrainSample:
+    rollout = scored.rollout
+    if rollout.prompt.teachers is None:
+        return sample
+    return with_teachers(sample, rollout.prompt.teachers, len(rollout.response_ids))
+
+
 def samples_of_replicas(layout: Layout, scored: list[ScoredRollout], turns: bool = False) -> StepSamples:
     """The rollouts as the replicas sampled them in turn."""
     replica = layout.dp_rank if layout.is_dp_leader else None
@@ -221,10 +240,8 @@ def dump_step(
         for _, parameter, found in adapter_blocks(policy.chunks, hf, layout):
             fill(parameter, found, lambda block: random_tensor(block.name, block.shape)[block.slices])
     policy.weights_changed()
-    reference = Reference(policy) if config.algorithm.beta else None
-    teachers = load_teachers(
-        config, teacher_files([one.path for one in algorithm.teacher], hf, layout, None), layout, SILENT
-    )
+    reference = Reference(policy) if algorithm.has_reference else None
+    teachers = load_teachers(config, teacher_files(algorithm.teacher, hf, layout, None), (policy, reference), SILENT)
     replay = config.rollout.routing_replay
     shape = route_shape(hf) if replay == "engine" else None
     scored, said, state = change(rollouts(shape)), [], TrainState()
@@ -250,11 +267,14 @@ def dump_step(
         plan = plan_packing(shapes, rules, layout.dp_size, members)
         batch = build_batch(plan, layout.dp_rank, trained_samples(samples.every, [plan], layout), rules)
     else:
+        whole = [_read(sample, s) for sample, s in zip(whole, [*scored, *branches_of(scored)], strict=True)]
+        plan, known = plan_packing(SampleShapes.of(whole, rules), rules, layout.dp_size), dict(enumerate(whole))
         batch = pack(whole, rules, layout.dp_rank, layout.dp_size)
+        batch = with_readings(batch, plan, layout.dp_rank, known, rules)
     if shape:
         batch = with_sample_routes(batch, random_routes(random_samples(), shape), layout, shape)
     batch = policy.replay.recorded(batch, policy.logprobs) if replay == "trainer" else batch
-    batch = reference.annotate(batch) if reference else batch
+    batch = reference.annotate(batch) if reference and algorithm.beta else batch
     for teacher in teachers:
         batch = teacher.annotate(batch, step=1)
     divisor = denominator(batch, algorithm.loss.average, config.rollout.max_completion_length)

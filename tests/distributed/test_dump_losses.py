@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from dumped_steps import FUNCTIONS, dump_step, make_model, two_layers
+from dumped_steps import FUNCTIONS, dump_step, make_model, taught_apart, two_layers
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_loss_layouts import LOSSES
@@ -51,6 +51,15 @@ MORE = {
             dict(path="teacher", over="sampled", weight=0.3),
         ],
     ),
+    "teachers that read other prompts": dict(
+        loss_type="dapo",
+        beta=0.0,
+        teacher=[
+            dict(path="policy", prompt="{hint}", divergence="jensen_shannon", weight=2.0),
+            dict(path="one", where={"kind": "a"}, divergence="forward", over=5),
+            dict(path="policy", over="sampled", weight=0.5),
+        ],
+    ),
     "dapo, truncated responses masked": dict(loss_type="dapo", mask_truncated_completions=True),
 }
 OPTIONS = LOSSES | ADVANTAGES | MORE
@@ -59,13 +68,17 @@ QUICK = [
     "gspo",
     "off-policy mask",
     "teachers, exact KL",
+    "teachers that read other prompts",
 ]  # these run in every suite; `full` runs all
 
 
 def _dump_all(root, names):
     layout = None
     for name in names:
-        teachers = [teacher | dict(path=str(root / teacher["path"])) for teacher in OPTIONS[name].get("teacher", ())]
+        teachers = [
+            teacher | ({} if teacher["path"] == "policy" else dict(path=str(root / teacher["path"])))
+            for teacher in OPTIONS[name].get("teacher", ())
+        ]
         config = tiny_run(
             algorithm=dict(beta=0.0, num_iterations=2) | OPTIONS[name] | dict(teacher=teachers),
             debug=dict(dump_steps=[1]),
@@ -74,7 +87,8 @@ def _dump_all(root, names):
             model=dict(tokenizer="/nowhere"),
         )
         layout = layout or init_layout(config.parallel)
-        dump_step(config, layout, root / "model", root / name)
+        change = taught_apart if name == "teachers that read other prompts" else list
+        dump_step(config, layout, root / "model", root / name, change=change)
 
 
 def _audit_all(root, names):
@@ -87,6 +101,7 @@ def audits(*names):
         root = Path(folder)
         run_ranks(make_model, 1, root / "model", two_layers())
         run_ranks(make_model, 1, root / "teacher", two_layers(), 1)
+        (root / "one").symlink_to(root / "teacher")
         run_ranks(_dump_all, 2, root, names)
         return run_ranks(_audit_all, 1, root, names)[0]
 

@@ -43,7 +43,14 @@ class TeacherSection(Section):
     """A model that teaches the policy on the policy's own responses."""
 
     path: str | None = None
-    """The teacher: a model as `model.path` names one, of any supported family and size, with the policy's tokens."""
+    """The teacher: a model as `model.path` names one, of any supported family and size, with the policy's tokens;
+    `policy`, the policy at the begin of the step; or `reference`, the run's reference model."""
+    prompt: str | None = None
+    """The prompt that the teacher reads in place of the policy's: a text with columns, such as
+    `{prompt} The answer is {answer}.`, or one column, `{hinted}`, with a text or messages."""
+    where: dict[str, str | int | float | list[str | int | float]] = {}
+    """Columns and their values, one or a list, of the rows that the teacher teaches, such as `{subject: [algebra]}`;
+    `task` is the row's task. It teaches all rows when empty."""
     divergence: Literal["forward", "reverse", "jensen_shannon", "skewed_forward", "skewed_reverse"] = "reverse"
     """What the loss adds at each token: KL(teacher || policy), KL(policy || teacher), or one of these with a mixture.
     docs/distillation.md has the formulas."""
@@ -54,6 +61,11 @@ class TeacherSection(Section):
     others as one; or the sampled token, whose log(teacher / policy) is added to its advantage."""
     weight: float | dict[int, float] = 1.0
     """Weight of the divergence, or weights by the step from which they hold: `{1: 1.0, 100: 0.1}`."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the teacher is the run's policy or reference, without weights of its own."""
+        return self.path in ("policy", "reference")
 
     def weight_at(self, step: int) -> float:
         """Return the weight at `step`, counted from 1."""
@@ -283,7 +295,8 @@ class AlgorithmSection(Section):
     @property
     def has_reference(self) -> bool:
         """Whether the run has a reference model."""
-        return self.beta > 0 and self.loss.reference
+        teaches = any(teacher.path == "reference" for teacher in self.teacher)
+        return teaches or (self.beta > 0 and self.loss.reference)
 
     @property
     def counts_in_routers(self) -> bool:

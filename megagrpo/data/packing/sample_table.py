@@ -55,7 +55,7 @@ class Columns:
             counters=tuple(counters or {}),
             dialogues=any(r.dialogue is not None or r.forced is not None for r in rollouts),
             later_versions=any(r.later_versions for r in rollouts),
-            samplings=any(s.rollout.prompt.distribution for s in scored),
+            samplings=any(p.distribution or p.teachers is not None for p in (s.rollout.prompt for s in scored)),
             branches=len(rollouts) > len(scored),
             token_advantages=any(s.token_advantages for s in scored),
             roles=tuple(dict.fromkeys(r.dialogue.role for r in rollouts if r.dialogue and r.dialogue.role)),

@@ -60,8 +60,10 @@ def _pairs(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
 
 
 def sampling_row(prompt: Prompt) -> np.ndarray:
-    """Return `Prompt.distribution` as words [n] int32 of JSON; no word if it is empty."""
-    text = json.dumps(prompt.distribution).encode() if prompt.distribution else b""
+    """Return `Prompt.distribution`, and `Prompt.teachers` under this name, as words [n] int32 of JSON; no word if both
+    are empty."""
+    own = prompt.distribution | ({} if prompt.teachers is None else {"teachers": prompt.teachers})
+    text = json.dumps(own).encode() if own else b""
     return np.frombuffer(text + b" " * (-len(text) % 4), np.int32)
 
 

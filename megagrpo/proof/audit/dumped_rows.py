@@ -103,7 +103,7 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
     for name, section in algorithm.teachers.items():
         if (row := rows.dumped(f"teacher.{name}")) is not None:
             row = old - row if section.over == "sampled" else row
-            exact[f"teacher/{name}/divergence"] = row.mean().item()
+            exact[f"teacher/{name}/divergence"] = row.nanmean().item()
     without_border = {name: (value, 0.0) for name, value in exact.items()}
     return without_border | _clip_ratios(rows, policy - old) | _corrections(rows, policy, old)
 
@@ -115,7 +115,7 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
     old = rows.column("policy_logprobs") if dumped_old is None else dumped_old
     for name, section in algorithm.teachers.items():
         if section.over == "sampled" and (row := rows.dumped(f"teacher.{name}")) is not None:
-            advantage = advantage - section.weight_at(rows.step.number) * (old - row)
+            advantage = advantage - section.weight_at(rows.step.number) * (old - row).nan_to_num(nan=0.0)
     by_sequence = algorithm.importance_sampling_level == "sequence"
     weights = torch.full_like(ratio, 1 / len(ratio))
     if by_sequence:

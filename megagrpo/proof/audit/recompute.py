@@ -71,11 +71,19 @@ class _Others:
 
 @torch.no_grad()
 def _taught(step: Step, others: _Others, name: str, index: int, reported: Tensor) -> Tensor:
-    """Return [Lr, V]: the log-probs of a teacher for sample `index`."""
-    return _log_softmax(step, others.teachers[name], step.samples[index], reported)
+    """Return [Lr, V]: the log-probs of a teacher for sample `index`, after the prompt that the teacher reads."""
+    sample = step.samples[index]
+    if prompt := (sample.text.get("teachers") or {}).get(name):
+        ids, more = sample.token_ids[sample.prompt_length :], len(prompt) - sample.prompt_length
+        ids = torch.cat((torch.tensor(prompt, dtype=ids.dtype), ids))
+        sample = replace(sample, token_ids=ids, prompt_length=len(prompt), places=sample.places + more)
+    return _log_softmax(step, others.teachers[name], sample, reported)
 
 
 def _teacher(step: Step, section: TeacherSection) -> nn.Module:
+    if section.is_own:
+        folder = step.reference if section.path == "reference" else step.updates[0].weights
+        return _model(step, folder).requires_grad_(False)
     folder = resolve_model(str(section.path), "algorithm.teacher.path")
     return naive.load_model(folder, step.dtype, step.config.longest_sequence).requires_grad_(False)
 
@@ -175,8 +183,10 @@ def _recompute_update(
             continue
         policy = _log_softmax(step, model, sample, reported[index])
         response = _response(step, index, policy, advantage, old)
-        taught = {name: _taught(step, others, name, index, reported[index]) for name in algorithm.teachers}
-        for name, section in algorithm.teachers.items():
+        reads = sample.text.get("teachers") or dict.fromkeys(algorithm.teachers, ())
+        teachers = {name: section for name, section in algorithm.teachers.items() if reads[name] is not None}
+        taught = {name: _taught(step, others, name, index, reported[index]) for name in teachers}
+        for name, section in teachers.items():
             if section.over == "sampled":
                 apart = response.old - _picked(taught[name], sample)
                 moved = response.advantage - section.weight_at(step.number) * apart
@@ -192,7 +202,7 @@ def _recompute_update(
             ratio = naive_loss.probability_ratio(response.logprobs - response.old, algorithm.importance_sampling_level)
             kl = naive.kl_term(policy, ref, sample.token_ids[sample.places], ratio, algorithm)
             terms.append(algorithm.beta * kl / share)
-        for name, section in algorithm.teachers.items():
+        for name, section in teachers.items():
             value = _picked(taught[name], sample)
             if section.over != "sampled":
                 value = naive.divergence(policy, taught[name], section)

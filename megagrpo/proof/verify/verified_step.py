@@ -15,7 +15,8 @@ from torch import Tensor
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.data.packing.sample_packing import pack, packing_rules
+from megagrpo.data.packing.readings import with_readings, with_teachers
+from megagrpo.data.packing.sample_packing import SampleShapes, build_batch, packing_rules, plan_packing
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.shared.boxes import Box
 from megagrpo.platform.parallel.layout import Layout, init_layout
@@ -94,13 +95,18 @@ def prepare(
     policy = MegatronPolicy(config, layout, hf_config)
     random = partial(random_tensor, temperature=config.rollout.temperature, centred_norms=hf_config.centred_norms)
     fill_weights(policy, hf_config, layout, weights or random)
-    reference = Reference(policy) if config.algorithm.beta else None
-    teachers = [*build_teachers(config, layout, [hf_config] * len(config.algorithm.teacher))]
+    reference = Reference(policy) if config.algorithm.has_reference else None
+    shapes = [None if teacher.is_own else hf_config for teacher in config.algorithm.teacher]
+    teachers = [*build_teachers(config, policy, reference, shapes)]
     for teacher in teachers:
-        fill_weights(teacher.model, hf_config, layout, weights or random)
+        if isinstance(teacher.model, MegatronPolicy) and teacher.model is not policy:
+            fill_weights(teacher.model, hf_config, layout, weights or random)
     _move_away(policy)
     policy.weights_changed()
-    batch = pack(samples, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    rules, read = packing_rules(config, policy.shares_prompts), dict(enumerate(_read_by_teachers(samples, config)))
+    plan = plan_packing(SampleShapes.of(samples, rules), rules, layout.dp_size)
+    batch = build_batch(plan, layout.dp_rank, read, rules)
+    batch = with_readings(batch, plan, layout.dp_rank, read, rules)
     if config.rollout.routing_replay == "engine":
         shape = route_shape(hf_config)
         batch = with_sample_routes(batch, random_routes(samples, shape), layout, shape)
@@ -108,10 +114,28 @@ def prepare(
         batch = policy.replay.recorded(batch, policy.logprobs)
     logprobs = policy.logprobs(batch)
     batch = batch.with_terms(old_logprobs=_old_logprobs(batch, logprobs))
-    batch = batch if reference is None else reference.annotate(batch)
+    batch = reference.annotate(batch) if reference is not None and config.algorithm.beta else batch
     for teacher in teachers:
         batch = teacher.annotate(batch, step=1)
     return policy, batch, logprobs
+
+
+def _read_by_teachers(samples: Sequence[TrainSample], config: RunConfig) -> Sequence[TrainSample]:
+    """Return the samples as teachers read them: after their prompt in reverse and three tokens more where a teacher has
+    a prompt, and without every third prompt where it has a choice of rows."""
+    teachers = config.algorithm.teachers
+    if not any(teacher.prompt or teacher.where for teacher in teachers.values()):
+        return samples
+    read = []
+    for sample in samples:
+        start = int(sample.response_mask.int().argmax())
+        prompt = [*sample.token_ids[:start].flip(0).tolist(), 5, 6, 7]
+        prompts = {
+            name: None if teacher.where and sum(prompt) % 3 == 0 else prompt if teacher.prompt else []
+            for name, teacher in teachers.items()
+        }
+        read.append(with_teachers(sample, prompts, sample.token_ids.numel() - start))
+    return read
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ samples.safetensors
 update_K.safetensors
                   one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample),
                   `token_id`, `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
-                  `entropy`, `full_kl`, `teacher.NAME` (divergence or log-probs). Columns
+                  `entropy`, `full_kl`, `teacher.NAME` (divergence or log-probs; NaN: not taught). Columns
                   that the step does not compute are missing
 optimizer_K.safetensors
                   64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor, `values.NAME` [n, 5]
@@ -308,7 +308,8 @@ def loss_tokens(inputs: LossInputs) -> Rows:
     }
     divergences = iter(inputs.divergences)
     for term in batch.terms.teachers:
-        rows[f"teacher.{term.name}"] = next(divergences) if term.logprobs is None else term.logprobs
+        row = next(divergences) if term.logprobs is None else term.logprobs
+        rows[f"teacher.{term.name}"] = row.where(term.weights.to(row.device) > 0, math.nan)
     return {name: row.cpu().index_select(0, chosen) for name, row in rows.items() if row is not None}
 
 
@@ -353,6 +354,7 @@ def _sample(scored: ScoredRollout, advantage: float) -> dict[str, Any]:
         "opened": rollout.prompt.opened,
         "columns": rollout.prompt.columns,
         "sampling": rollout.prompt.sampling,
+        **({} if rollout.prompt.teachers is None else {"teachers": rollout.prompt.teachers}),
         "response": rollout.text,
         "finish_reason": rollout.finish_reason,
         "stop_string": rollout.stop_string,

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megagrpo.data.packing.readings import with_teachers
 from megagrpo.data.packing.sample_packing import PackPlan
 from megagrpo.data.packing.sample_table import TRUNCATED
 from megagrpo.data.packing.step_samples import StepSamples
@@ -52,10 +53,9 @@ def trained_samples(
         of_tokens = travel.rows(responses, _advantage_row, layout.ends)
     advantages, truncated = plans[0].shapes.advantages, samples.has(TRUNCATED)
     own: dict[int, np.ndarray] = {}
-    if samples.columns.samplings:
-        own = travel.rows(
-            samples.facts["sampling"].astype(np.int64), lambda s: sampling_row(s.rollout.prompt), layout.ends
-        )
+    if samples.columns.samplings:  # middle stages pack what teachers read
+        words = samples.facts["sampling"].astype(np.int64)
+        own = travel.rows(words, lambda s: sampling_row(s.rollout.prompt), layout.replica)
 
     def sample(index: int) -> TrainSample:
         length, response = int(lengths[index]), int(responses[index])
@@ -67,12 +67,14 @@ def trained_samples(
             written[length - response :] = np.unpackbits(masks[index].view(np.uint8), count=response)
         rows = torch.from_numpy(ids), torch.from_numpy(written), torch.from_numpy(logprobs)
         inputs, sampling = samples.prompts[index].inputs, of_row(own[index]) if index in own else {}
+        teachers = sampling.pop("teachers", None)
         row = None
         if index in of_tokens:
             row = torch.zeros(length)
             row[length - response :] = torch.from_numpy(of_tokens[index].view(np.float32))
         advantage, is_truncated = float(advantages[index]), bool(truncated[index])
-        return TrainSample(*rows, advantage, index, is_truncated, inputs, sampling, token_advantages=row)
+        made = TrainSample(*rows, advantage, index, is_truncated, inputs, sampling, token_advantages=row)
+        return made if teachers is None else with_teachers(made, teachers, response)
 
     return {index: sample(index) for index in travel.received.tolist()}
 
