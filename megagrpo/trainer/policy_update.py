@@ -141,8 +141,8 @@ class Learning:
         """Pack the samples with advantages [N], turns with advantages [K] if any, and log-probs: this replica's part
         of each optimizer step."""
         layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
-        models = [self.policy, *self.teachers]
-        rules = packing_rules(self.config, all(model.shares_prompts for model in models))
+        shares = self.policy.shares_prompts and all(teacher.shares_prompts for teacher in self.teachers)
+        rules = packing_rules(self.config, shares)
         shapes = samples.shapes(advantages.numpy(), rules, of_turns)
         parts = slices(len(samples), self.config.algorithm.steps_per_generation, seed)
         roles = self.roles(samples)

@@ -64,7 +64,7 @@ def load_teachers(
 ) -> list[Teacher]:
     """Build the teachers beside these models, policy and reference, and load their weights. Collective."""
     teachers, layout = [], models[0].layout
-    shapes = [one and one.hf_config for one in files]
+    shapes = [None if one is None else one.hf_config for one in files]
     for teacher, one in zip(build_teachers(config, *models, shapes), files, strict=True):
         if one is not None and isinstance(teacher.model, MegatronPolicy):
             load = partial(load_hf, teacher.model.chunks, one.hf_config, one.folder, layout, progress)

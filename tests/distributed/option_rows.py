@@ -42,10 +42,10 @@ LOSSES: dict[str, dict[str, Any]] = {
         loss_type="dr_grpo",
         beta=0.0,
         teacher=[
-            dict(path="teachers/one", divergence="jensen_shannon", mix=0.3, weight=2.0),
-            dict(path="teachers/two", divergence="forward"),
+            dict(path="policy", prompt="{hint}", divergence="jensen_shannon", mix=0.3, weight=2.0),
+            dict(path="teachers/two", where={"subject": "sums"}, divergence="forward"),
             dict(path="teachers/three", divergence="skewed_reverse", mix=0.2, over=6),
-            dict(path="teachers/four", over="sampled", weight=0.5),
+            dict(path="teachers/four", prompt="{hint}", where={"subject": "sums"}, over="sampled", weight=0.5),
         ],
     ),
     "top entropy, bonus": dict(loss_type="dapo", beta=0.1, entropy_coef=0.5, top_entropy_quantile=0.5),

@@ -12,9 +12,16 @@ from ranks import run_ranks
 from suites import usual
 from tiny_policy import few_samples, tiny_model, tiny_run
 
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.data.packing.readings import with_readings, with_teachers
+from megagrpo.data.packing.sample_packing import SampleShapes, build_batch, packing_rules, plan_packing
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.teacher import build_teachers
 from megagrpo.proof.verify.shrink import plainly
-from megagrpo.proof.verify.verified_step import take_step
+from megagrpo.proof.verify.verified_step import fill_weights, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
+from megagrpo.records.rows.step_metrics import values_of
 
 MODEL = "llama_tied"
 LOSSES = {
@@ -124,6 +131,40 @@ def _step_of_nothing(name):
         outcome.metrics["loss"],
         max(float(gradient.abs().max()) for gradient in outcome.gradients.values()),
     )
+
+
+def _taught_by_itself(prompt):
+    """Loss, gradient norm and divergences of a policy that teaches itself on samples without advantages: after their own
+    prompt, or one token more of it."""
+    overs = ("vocabulary", 5, "sampled")
+    teachers = [dict(path="policy", prompt=prompt, over=over) for over in overs]
+    config = tiny_run(dict(cp=2), algorithm=dict(beta=0.0, teacher=teachers), train=dict(share_prompts=True))
+    layout, shape = init_layout(config.parallel), tiny_model(MODEL)
+    policy = MegatronPolicy(config, layout, shape)
+    fill_weights(policy, shape, layout)
+    policy.weights_changed()
+    read = []
+    for sample in few_samples():
+        start = int(sample.response_mask.int().argmax())
+        ids = [*([7] if prompt != "{prompt}" else []), *sample.token_ids[:start].tolist()]
+        plain = replace(sample, advantage=0.0)
+        read.append(
+            with_teachers(plain, dict.fromkeys(config.algorithm.teachers, ids), sample.token_ids.numel() - start)
+        )
+    rules = packing_rules(config, policy.shares_prompts)
+    plan = plan_packing(SampleShapes.of(read, rules), rules, layout.dp_size)
+    batch = build_batch(plan, layout.dp_rank, dict(enumerate(read)), rules)
+    batch = with_readings(batch, plan, layout.dp_rank, dict(enumerate(read)), rules)
+    for teacher in build_teachers(config, policy, None, [None] * 3):
+        batch = teacher.annotate(batch, step=1)
+    metrics = values_of(policy.backward(batch, make_loss(config.algorithm), batch.num_tokens))
+    taught = [metrics[f"teacher/{name}/divergence"] for name in config.algorithm.teachers]
+    return [metrics["loss"], values_of(policy.update())["grad_norm"], *taught]
+
+
+def test_a_policy_that_teaches_itself_after_the_same_prompt_changes_nothing():
+    assert run_ranks(_taught_by_itself, 2, "{prompt}")[0] == [0.0] * 5
+    assert all(value for value in run_ranks(_taught_by_itself, 2, "{hint}")[0])
 
 
 @pytest.mark.parametrize("name", usual(["entropy bonus on top", "vespo correction"], 0))

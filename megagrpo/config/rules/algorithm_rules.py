@@ -29,7 +29,9 @@ def kl_problems(config: RunConfig) -> Iterator[Problem]:
         keys = (estimator, "algorithm.beta", "rollout.top_p", "rollout.top_k", "rollout.min_p")
         yield Problem(keys, f"{reason}, but {cause}; choose k3, or sample from all tokens")
     if not a.beta:
-        wanted = {in_reward: a.kl_in_reward, moves: a.sync_ref_model, "model.reference_path": m.reference_path}
+        wanted: dict[str, object] = {in_reward: a.kl_in_reward}
+        if not a.has_reference:
+            wanted |= {moves: a.sync_ref_model, "model.reference_path": m.reference_path}
         reason = "needs a reference, but algorithm.beta is 0; raise beta"
         yield from [Problem((key, "algorithm.beta"), f"{value} {reason}") for key, value in wanted.items() if value]
     if config.lora.enabled and a.sync_ref_model and a.ref_model_mixup_alpha != 1:

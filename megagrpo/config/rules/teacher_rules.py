@@ -9,7 +9,9 @@ from megagrpo.config.basics.problems import Problem
 from megagrpo.config.sections.evaluation import evaluation_sets
 
 if TYPE_CHECKING:
-    from megagrpo.config import RunConfig
+    from megagrpo.config import RunConfig, TeacherSection
+
+MOST_WEIGHT = 1e6
 
 
 def teacher_problems(config: RunConfig) -> Iterator[Problem]:
@@ -18,13 +20,8 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
         key = f"algorithm.teacher.{number}"
         if teacher.path is None:
             yield Problem((f"{key}.path",), "the teacher has no model; name one as model.path does")
-        weights = teacher.weight.values() if isinstance(teacher.weight, dict) else [teacher.weight]
-        if min(weights, default=0.0) < 0:
-            reason = f"{min(weights):g} is negative, which drives the policy away from its teacher; set it to 0 or more"
-            yield Problem((f"{key}.weight",), reason)
-        if isinstance(teacher.weight, dict) and min(teacher.weight, default=1) < 1:
-            reason = f"{min(teacher.weight)} is not a step, which begin at 1; name another"
-            yield Problem((f"{key}.weight",), reason)
+        yield from _weight_problems(f"{key}.weight", teacher)
+        yield from _row_problems(key, teacher, config)
         if config.rollout.truncates:
             cause = "rollout.top_p, top_k and min_p exclude different tokens of teacher and policy"
             keys = (f"{key}.divergence", "rollout.top_p", "rollout.top_k", "rollout.min_p")
@@ -37,6 +34,9 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(("train.fused_logprobs", key), reason)
     if not config.algorithm.teacher:
         return
+    if not config.all_rewards.functions and not any(_weights(teacher) for teacher in config.algorithm.teacher):
+        reason = "every weight is 0, and rewards.functions is empty, so that nothing trains; raise one"
+        yield Problem(("algorithm.teacher.0.weight", "rewards.functions"), reason)
     if config.data.images:
         yield Problem(("algorithm.teacher", "data.images"), "a teacher sees no images; leave one of them out")
     if config.rewards.functions or config.tasks or config.multi_turn.enabled:
@@ -47,3 +47,40 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
     if evaluation_sets(config):
         reason = "held-out prompts need a function that scores them; name one in rewards.functions, with weight 0 if"
         yield Problem(("rewards.functions", "data.eval", "evaluation.sets"), f"{reason} only the teacher is to train")
+
+
+def _weights(teacher: TeacherSection) -> list[float]:
+    """Return the weights of a teacher that are not 0."""
+    weights = teacher.weight.values() if isinstance(teacher.weight, dict) else [teacher.weight]
+    return [weight for weight in weights if weight]
+
+
+def _weight_problems(key: str, teacher: TeacherSection) -> Iterator[Problem]:
+    """Yield weights that no step can have."""
+    for weight in _weights(teacher):
+        if weight < 0:
+            reason = f"{weight:g} is negative, which drives the policy away from its teacher; set it to 0 or more"
+            yield Problem((key,), reason)
+        elif not weight <= MOST_WEIGHT:
+            yield Problem((key,), f"{weight:g} is above {MOST_WEIGHT:g}: gradients overflow; lower it")
+    if isinstance(teacher.weight, dict) and min(teacher.weight, default=1) < 1:
+        yield Problem((key,), f"{min(teacher.weight)} is not a step, which begin at 1; name another")
+    elif isinstance(teacher.weight, dict) and 1 not in teacher.weight:
+        yield Problem((key,), "has no weight for step 1; add it, such as `1: 0`")
+
+
+def _row_problems(key: str, teacher: TeacherSection, config: RunConfig) -> Iterator[Problem]:
+    """Yield choices of rows that choose none, and prompts that change nothing."""
+    for column, values in teacher.where.items():
+        wrong = [values] if not isinstance(values, list) else values
+        unknown = [value for value in wrong if config.tasks and value not in [task.name for task in config.tasks]]
+        if not wrong:
+            yield Problem((f"{key}.where",), f"{column} has no value, so that no row is taught; name one")
+        elif column == "task" and unknown:
+            yield Problem((f"{key}.where", "tasks"), f"{unknown[0]} is no task of `tasks`; name one of them")
+    if teacher.path == "policy" and teacher.prompt is None and config.algorithm.updates_per_step == 1:
+        reason = "the policy cannot learn from itself after the same prompt; set algorithm.teacher.N.prompt"
+        yield Problem((f"{key}.path", f"{key}.prompt"), reason)
+    if teacher.prompt is not None and config.multi_turn.agent is not None:
+        reason = "an agent chooses the prompts of its requests, so that teachers must read the same; leave it out"
+        yield Problem((f"{key}.prompt", "multi_turn.agent"), reason)

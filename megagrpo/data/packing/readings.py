@@ -19,14 +19,15 @@ def with_teachers(sample: TrainSample, teachers: Mapping[str, Sequence[int] | No
     def reading(prompt: Sequence[int] | None) -> TrainSample | None:
         if not prompt:
             return None if prompt is None else sample
-        ids, zeros = torch.tensor(prompt), torch.zeros(len(prompt))
-        rows = (ids, sample.token_ids), (zeros.bool(), sample.response_mask), (zeros, sample.rollout_logprobs)
-        return replace(sample, **dict(zip(_ROWS, (torch.cat((a, b[start:])) for a, b in rows), strict=True)))
+        zeros = torch.zeros(len(prompt))
+        return replace(
+            sample,
+            token_ids=torch.cat((torch.tensor(prompt), sample.token_ids[start:])),
+            response_mask=torch.cat((zeros.bool(), sample.response_mask[start:])),
+            rollout_logprobs=torch.cat((zeros, sample.rollout_logprobs[start:])),
+        )
 
     return replace(sample, readings={name: reading(prompt) for name, prompt in teachers.items()})
-
-
-_ROWS = "token_ids", "response_mask", "rollout_logprobs"
 
 
 def with_readings(

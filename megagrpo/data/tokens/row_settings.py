@@ -145,8 +145,10 @@ class RowReader:
                 "it"
             )
         algorithm = self.config.algorithm
-        for name in filter(values.get, ("top_p", "top_k", "min_p") if algorithm.full_kl and algorithm.beta else ()):
+        exact_kl = algorithm.full_kl and algorithm.beta
+        for name in filter(values.get, ("top_p", "top_k", "min_p") if exact_kl or algorithm.teacher else ()):
             reason = f"algorithm.kl_estimator {algorithm.kl_estimator} needs all tokens; choose k3"
+            reason = reason if exact_kl else "algorithm.teacher needs all tokens; leave it out"
             raise ValueError(f"{said}: {name}: {reason}, or remove it")
         special = [self.tokenizer.token_text(i) for i in self.tokenizer.special_ids()] if values.get("stop") else []
         for token in special:

@@ -83,7 +83,7 @@ def _stage_memory(
     if config.lora.enabled and config.model.reference_path is not None:
         resident["reference"] = resident["weights"]
     resident |= _critic_memory(config, resident)
-    teachers, teacher_hidden = teacher_memory(config, stage.index, _responses(config, dp))
+    teachers, teacher_hidden = teacher_memory(config, model, stage.index, _responses(config, dp))
     resident |= teachers
     if tower := tower_bytes(config, model, stage):
         resident["tower"] = tower

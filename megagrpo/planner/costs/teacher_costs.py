@@ -15,6 +15,8 @@ def teacher_problems(config: RunConfig, model: HfConfig, fetch: bool) -> Iterato
     policy's `model`."""
     for number, teacher in enumerate(config.algorithm.teacher):
         keys = (f"algorithm.teacher.{number}.path",)
+        if teacher.is_own:
+            continue
         try:
             shape = load_hf_config(shape_folder(str(teacher.path), fetch))
         except ProblemError as error:
@@ -26,17 +28,18 @@ def teacher_problems(config: RunConfig, model: HfConfig, fetch: bool) -> Iterato
         yield from (Problem(keys, f"in the policy's layout: {p.text}") for p in model_problems(shape, config.parallel))
 
 
-def teacher_memory(config: RunConfig, stage: int, responses: float) -> tuple[dict[str, float], float]:
+def teacher_memory(config: RunConfig, model: HfConfig, stage: int, responses: float) -> tuple[dict[str, float], float]:
     """Return the bytes of all teachers on a rank of a stage: their weights as the part `teachers`, if any, and at the
-    last stage the hidden states of `responses` tokens. A teacher that cannot be seen counts nothing."""
+    last stage the hidden states of `responses` tokens. A teacher that cannot be seen counts nothing; the policy and the
+    reference, of the policy's `model`, have no weights more."""
     weights = hidden = 0.0
     for teacher in config.algorithm.teacher:
         try:
-            shape = load_hf_config(shape_folder(str(teacher.path), fetch=False))
+            shape = model if teacher.is_own else load_hf_config(shape_folder(str(teacher.path), fetch=False))
             own = stages_of(shape, config.parallel, LoraSection(), None)[stage]
         except ValueError:  # `teacher_problems` names it
             continue
-        weights += (own.outside + own.experts) * config.model.weight_bytes
+        weights += (own.outside + own.experts) * config.model.weight_bytes * (not teacher.is_own)
         kept = teacher.over == "vocabulary" and stage == config.parallel.pp - 1
         hidden += responses * shape.hidden_size * config.model.weight_bytes * kept
     return {"teachers": weights} if config.algorithm.teacher else {}, hidden

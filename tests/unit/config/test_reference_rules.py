@@ -1,5 +1,7 @@
 """Conflicting settings of the KL and its reference are refused with a reason."""
 
+import math
+
 import pytest
 from pydantic import ValidationError
 
@@ -30,6 +32,21 @@ def config(algorithm=None, **sections) -> RunConfig:
                 "algorithm.teacher.0.weight: -1 is negative, which",
             )
             for w in (-1, {1: 0.5, 9: -1.0})
+        ),
+        *(
+            (dict(algorithm=dict(teacher=dict(path="y") | teacher)), f"algorithm.teacher.0.{problem}")
+            for teacher, problem in (
+                (dict(weight=1e308), "weight: 1e+308 is above 1e+06: gradients overflow; lower it"),
+                (dict(weight=math.nan), "weight.float"),
+                (dict(weight={5: 1.0}), "weight: has no weight for step 1; add it, such as `1: 0`"),
+                (dict(where={"kind": []}), "where: kind has no value, so that no row is taught; name one"),
+                (dict(path="policy"), "path: the policy cannot learn from itself after the same prompt; set"),
+                (dict(over=0), "over"),
+            )
+        ),
+        (
+            dict(algorithm=dict(teacher=dict(path="y", weight=0)), rewards=dict(functions=[])),
+            "algorithm.teacher.0.weight: every weight is 0, and rewards.functions is empty, so that nothing trains",
         ),
         (
             dict(algorithm=dict(teacher=dict(path="y", weight={0: 1.0}))),

@@ -13,6 +13,7 @@ from megagrpo.config.io import validated
 from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.teacher_prompts import _asked
 from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import of_row, own_sampling, sampling_row
 from megagrpo.engine.client import _seed_of_group
@@ -87,6 +88,66 @@ def test_parameters_that_no_request_can_have_are_refused(cell, problem, tokenize
         source(tokenizer, tmp_path / "rows.jsonl", [None, cell])
     assert "data.train: row 1: column `own` (data.sampling_column)" in str(error.value)
     assert problem in str(error.value)
+
+
+def taught(tokenizer, path, rows, *teachers, key="data.train", overrides=()):  # noqa: F811
+    """What teachers read of each row, as text."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    listed = [f"algorithm.teacher={json.dumps(list(teachers))}", f"data.train.source={path}", *overrides]
+    config = validated(
+        dict(model={"path": "m"}, rewards={"functions": []}, data={"train": {"source": "a.jsonl"}}), listed, "test"
+    )
+    reader = RowReader(config, tokenizer)
+    prompts = PromptSource(config.data.train, config.data, tokenizer, 100, 0, key, row_reader=reader).all()
+    read = [prompt.teachers for prompt in prompts]
+    return [one and {name: ids and tokenizer.decode(ids) for name, ids in one.items()} for one in read]
+
+
+def test_a_row_chooses_its_teachers_and_their_prompts(tokenizer, tmp_path):  # noqa: F811
+    rows = [{"prompt": "1+1", "answer": "2", "kind": 1}, {"prompt": "1+2", "answer": "3 {kind}", "kind": 2}]
+    told = {"path": "policy", "prompt": "{prompt} is {answer}"}
+    some, other = {"path": "a/b", "where": {"kind": ["1"]}}, {"path": "c/b", "where": {"kind": 2, "task": "sums"}}
+    rows = [row | {"task": "sums"} for row in rows]
+    read = taught(tokenizer, tmp_path / "rows.jsonl", rows, told, some, other, {"path": "policy", "prompt": "{answer}"})
+    texts = ["1+1 is 2", "2", "1+2 is 3 {kind}", "3 {kind}"]
+    one, two, three, four = (tokenizer.decode(tokenizer.render(text)) for text in texts)
+    assert read == [
+        {"policy": one, "b": (), "b_2": None, "policy_2": two},
+        {"policy": three, "b": None, "b_2": (), "policy_2": four},
+    ]
+    assert taught(tokenizer, tmp_path / "rows.jsonl", rows, told, key="data.eval") == [None, None]
+    assert taught(tokenizer, tmp_path / "rows.jsonl", rows, {"path": "a/b"}) == [None, None]
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1"}]
+    asked = _asked("{prompt}: {answer}", {"answer": 2}, said, "")
+    assert asked == [said[0], {"role": "user", "content": "1+1: 2"}] and said[1]["content"] == "1+1"
+
+
+@for_each(
+    ("row", "teacher", "problem"),
+    [
+        (
+            {},
+            {"where": {"kind": 1}},
+            "row 0: has no value in column `kind`, which algorithm.teacher.0.where reads; fill",
+        ),
+        ({"kind": None}, {"prompt": "{kind}"}, "has no value in column `kind`, which algorithm.teacher.0.prompt reads"),
+        ({"kind": 3}, {"prompt": "{kind}"}, "row 0: column `kind` must be a string or chat messages (got 3)"),
+        (
+            {"kind": 3},
+            {"where": {"kind": 1}},
+            "no teacher teaches the row, and there are no rewards; widen a teacher's",
+        ),
+        (
+            {"kind": "x" * 999},
+            {"prompt": "{kind}"},
+            "algorithm.teacher.0.prompt has 1000 tokens, rollout.max_prompt_leng",
+        ),
+    ],
+)
+def test_a_row_that_teachers_cannot_teach_is_named(row, teacher, problem, tokenizer, tmp_path):  # noqa: F811
+    with pytest.raises(ValueError) as error:
+        taught(tokenizer, tmp_path / "rows.jsonl", [{"prompt": "Hi"} | row], {"path": "a/b"} | teacher)
+    assert "data.train: row 0: " in str(error.value) and problem in str(error.value)
 
 
 def test_a_missing_column_is_named(tokenizer, tmp_path):  # noqa: F811

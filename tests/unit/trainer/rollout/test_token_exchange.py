@@ -17,6 +17,7 @@ from ranks import run_ranks
 from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.algorithms.token_advantages import with_token_advantages
 from megagrpo.config import AlgorithmSection, ParallelSection, load_config
+from megagrpo.data.packing.readings import with_readings, with_teachers
 from megagrpo.data.packing.sample_packing import PackingRules, build_batch, pack, plan_packing, slices
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.platform.parallel.bulk_messages import PartError
@@ -52,6 +53,12 @@ def prompts(start: int, stop: int) -> list[Prompt]:
             for n, i in enumerate(ids)
         ]
     )
+
+
+def teachers(prompt: Prompt) -> dict[str, tuple[int, ...] | None]:
+    """A teacher with prompts of its own, some as long and some longer, and one that teaches two of three prompts."""
+    i = prompt.prompt_id
+    return {"hinted": (9, *prompt.token_ids) if i % 2 else prompt.token_ids[::-1], "some": () if i % 3 else None}
 
 
 def branches_of(rollout: Rollout, index: int) -> tuple[Rollout, ...]:
@@ -160,7 +167,7 @@ def drawn(
     source = collector(layout, dialogues, branches=branches)
     if by_place:
         source._by_slice = lambda count: [(7 * i + 1) % layout.dp_size for i in range(count)]
-    rounds = [prompts(0, 7), prompts(7, 12)]
+    rounds = [[replace(p, teachers=None if branches else teachers(p)) for p in prompts(*r)] for r in ((0, 7), (7, 12))]
     samples, counters = source.collect(rounds[0], GROUP, SAMPLING, 0)
     assert counters["rewards/f/timeouts"] == 7
     samples += source.collect(rounds[1], GROUP, SAMPLING, 1)[0]
@@ -223,11 +230,30 @@ def check_step(parallel: ParallelSection, dialogues: bool, share_prompts: bool, 
         assert (batch.num_tokens, batch.samples) == (expected.num_tokens, expected.samples)
         assert batch.num_sequences == len(part) and batch.trajectories == tuple(part.tolist())
         assert batch.packing == expected.packing and len(batch.micro_batches) == len(expected.micro_batches)
-        for one, other in zip(batch.micro_batches, expected.micro_batches, strict=True):
+        pairs, other_prompts = [*zip(batch.micro_batches, expected.micro_batches, strict=True)], []
+        if not branches:
+            taught = {
+                i: with_teachers(whole[i], s.rollout.prompt.teachers, len(s.rollout.response_ids))
+                for i, s in enumerate(everything)
+            }
+            read, wanted = (
+                with_readings(batch, plan, layout.dp_rank, of, rules).micro_batches for of in (mine, taught)
+            )
+            for one, other in zip(read, wanted, strict=True):
+                assert [*one.readings] == [*other.readings] == (["hinted", "some"] if (one.samples >= 0).any() else [])
+                couples = [(one.readings[name], other.readings[name]) for name in one.readings]
+                pairs += [(a.micro_batch, b.micro_batch) for a, b in couples]
+                other_prompts += [id(a.micro_batch) for a, _ in couples]
+                for a, _ in couples:
+                    assert a.tokens.sum() == a.micro_batch.loss_mask.sum() and not (a.tokens & ~one.loss_mask).any()
+                if layout.ends is not None:
+                    for a, _ in couples:
+                        assert torch.equal(one.labels[a.tokens], a.micro_batch.labels[a.micro_batch.loss_mask])
+        for one, other in pairs:
             for name in (f.name for f in fields(one)):
                 a, b = getattr(one, name), getattr(other, name)
                 if layout.ends is None and name in NOT_READ:
-                    assert not a.any() and a.shape == b.shape
+                    assert a.shape == b.shape and (id(one) in other_prompts or not a.any())
                 else:
                     assert equal(a, b), name
     trained = TrainedRollouts(3, samples, advantages.flatten().tolist())
@@ -252,7 +278,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "sizes", "options"), usual(LAYOUTS, 5, 10))
+@pytest.mark.parametrize(("ranks", "sizes", "options"), usual(LAYOUTS, 5, 8))
 def test_every_rank_trains_on_the_micro_batches_of_a_rank_that_has_all_samples(ranks, sizes, options):
     options = dict(dialogues=False, share_prompts=False, by_place=False, branches=False) | options
     stages = run_ranks(check_step, ranks, ParallelSection(**sizes), *options.values())
