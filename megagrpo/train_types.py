@@ -148,8 +148,7 @@ class StepTerms:
     ref_logprobs: Tensor | None = None  # [T] float32, with a KL term whose estimator uses the sampled token
     ref_head: RefHead | None = None  # with a KL term over the whole vocabulary (kl_estimator full_*)
     high_entropy: Tensor | None = None  # [T] bool, with top_entropy_quantile < 1: tokens that the policy term counts
-    # [T] float32, with an entropy bonus: the loss falls by weight x entropy, which has a gradient
-    entropy_weights: Tensor | None = None
+    entropy_weights: Tensor | None = None  # [T] float32, with an entropy bonus: the loss falls by weight x entropy
     values: Tensor | None = None  # [T] float32, with a critic: its values before the step
     returns: Tensor | None = None  # [T] float32, with a critic: the targets of its values
     loss_weights: Tensor | None = None  # [T] float32, with loss weights of tasks: of each token's policy term and KL

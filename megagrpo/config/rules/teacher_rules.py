@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megagrpo.config.basics.problems import Problem
+from megagrpo.config.sections.algorithm import TeacherSection
 from megagrpo.config.sections.evaluation import evaluation_sets
 
 if TYPE_CHECKING:
-    from megagrpo.config import RunConfig, TeacherSection
+    from megagrpo.config import RunConfig
 
 MOST_WEIGHT = 1e6
 
@@ -81,6 +82,8 @@ def _row_problems(key: str, teacher: TeacherSection, config: RunConfig) -> Itera
     if teacher.path == "policy" and teacher.prompt is None and config.algorithm.updates_per_step == 1:
         reason = "the policy cannot learn from itself after the same prompt; set algorithm.teacher.N.prompt"
         yield Problem((f"{key}.path", f"{key}.prompt"), reason)
-    if teacher.prompt is not None and config.multi_turn.agent is not None:
-        reason = "an agent chooses the prompts of its requests, so that teachers must read the same; leave it out"
-        yield Problem((f"{key}.prompt", "multi_turn.agent"), reason)
+    turns = config.multi_turn
+    for name in ("agent", "environment") if teacher.prompt is not None else ():
+        if getattr(turns, name) is not None:
+            reason = f"an {name} changes the prompt of a response, which teachers must then read; leave one of them out"
+            yield Problem((f"{key}.prompt", f"multi_turn.{name}"), reason)
