@@ -70,14 +70,18 @@ class _Others:
 
 
 @torch.no_grad()
-def _taught(step: Step, others: _Others, name: str, index: int, reported: Tensor) -> Tensor:
-    """Return [Lr, V]: the log-probs of a teacher for sample `index`, after the prompt that the teacher reads."""
-    sample = step.samples[index]
-    if prompt := (sample.text.get("teachers") or {}).get(name):
-        ids, more = sample.token_ids[sample.prompt_length :], len(prompt) - sample.prompt_length
-        ids = torch.cat((torch.tensor(prompt, dtype=ids.dtype), ids))
-        sample = replace(sample, token_ids=ids, prompt_length=len(prompt), places=sample.places + more)
-    return _log_softmax(step, others.teachers[name], sample, reported)
+def _taught(step: Step, others: _Others, index: int, reported: Tensor) -> dict[str, Tensor]:
+    """Return [Lr, V] of each teacher that teaches sample `index`: its log-probs, after the prompt that it reads."""
+    own, found = step.samples[index], dict[str, Tensor]()
+    reads = own.text.get("teachers") or dict.fromkeys(others.teachers, ())
+    for name, prompt in reads.items():
+        sample, more = own, len(prompt or ()) - own.prompt_length
+        if prompt:
+            ids = torch.cat((own.token_ids.new_tensor(prompt), own.token_ids[own.prompt_length :]))
+            sample = replace(own, token_ids=ids, prompt_length=len(prompt), places=own.places + more)
+        if prompt is not None:
+            found[name] = _log_softmax(step, others.teachers[name], sample, reported)
+    return found
 
 
 def _teacher(step: Step, section: TeacherSection) -> nn.Module:
@@ -183,9 +187,8 @@ def _recompute_update(
             continue
         policy = _log_softmax(step, model, sample, reported[index])
         response = _response(step, index, policy, advantage, old)
-        reads = sample.text.get("teachers") or dict.fromkeys(algorithm.teachers, ())
-        teachers = {name: section for name, section in algorithm.teachers.items() if reads[name] is not None}
-        taught = {name: _taught(step, others, name, index, reported[index]) for name in teachers}
+        taught = _taught(step, others, index, reported[index])
+        teachers = {name: algorithm.teachers[name] for name in taught}
         for name, section in teachers.items():
             if section.over == "sampled":
                 apart = response.old - _picked(taught[name], sample)
