@@ -41,6 +41,7 @@ OPEN = (
     "rollout.logit_bias",
     "rollout.structured_outputs",
     "data.chat_template_kwargs",
+    "algorithm.teacher.N.where",
     "data.columns",
     "data.source_args",
     "data.train.options",

@@ -284,6 +284,11 @@ class AlgorithmSection(Section):
         return self.kl_estimator.startswith("full_")
 
     @property
+    def compares_all_tokens(self) -> bool:
+        """Whether the policy is compared with distributions over the whole vocabulary."""
+        return bool(self.teacher) or (self.full_kl and self.beta > 0)
+
+    @property
     def leaves_out_zero_advantage(self) -> bool:
         """Whether samples whose advantage is 0 are skipped."""
         has_gradient = self.beta or self.counts_in_routers or self.entropy_bonus or self.top_entropy_quantile < 1

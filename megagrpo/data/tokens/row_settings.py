@@ -145,11 +145,9 @@ class RowReader:
                 "it"
             )
         algorithm = self.config.algorithm
-        exact_kl = algorithm.full_kl and algorithm.beta
-        for name in filter(values.get, ("top_p", "top_k", "min_p") if exact_kl or algorithm.teacher else ()):
-            reason = f"algorithm.kl_estimator {algorithm.kl_estimator} needs all tokens; choose k3"
-            reason = reason if exact_kl else "algorithm.teacher needs all tokens; leave it out"
-            raise ValueError(f"{said}: {name}: {reason}, or remove it")
+        for name in filter(values.get, ("top_p", "top_k", "min_p") if algorithm.compares_all_tokens else ()):
+            reason = f"algorithm.teacher, or kl_estimator {algorithm.kl_estimator}, needs all tokens"
+            raise ValueError(f"{said}: {name}: {reason}; leave out the teacher and choose k3, or remove it")
         special = [self.tokenizer.token_text(i) for i in self.tokenizer.special_ids()] if values.get("stop") else []
         for token in special:
             if token and any(token in text for text in values["stop"]):
