@@ -59,8 +59,10 @@ class Responders:
             raise ValueError(f"multi_turn.python: no program {section.python}; name the python of an environment")
         search_path = None if base_folder is None else str(Path(base_folder).resolve())
         self._pool = WorkerPool(workers, search_path, section.python)
+        self.agent: Agent | None = None
         try:
-            self.agent = Agent(section, self._pool) if section.agent else None
+            if section.agent:
+                self.agent = Agent(section, self._pool)
             described = self._described()
         except BaseException:
             self.close()
@@ -196,6 +198,8 @@ class Responders:
             with contextlib.suppress(ValueError):  # the pool is closed
                 self._pool.run([self._call("end_all", {}, seconds, f"episodes {lane}") for lane in lanes])
         self._pool.close()
+        if self.agent is not None:
+            self.agent.close()
 
     def __enter__(self) -> Responders:
         return self

@@ -19,9 +19,8 @@ from megagrpo.environments.agents import chat_completions, responses_api
 from megagrpo.environments.agents.agent_messages import Refused
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Reply
 from megagrpo.environments.agents.seat import Seat
-from megagrpo.environments.programs.agent_options import UNIX
 from megagrpo.environments.programs.listening import Listening, unix_socket
-from megagrpo.platform.process.cleanup.removal import remove_tree
+from megagrpo.platform.process.cleanup.removal import remove
 from megagrpo.platform.process.terminal import get_logger
 
 if TYPE_CHECKING:  # imported late, because a rank that does not generate opens 150 files less without it
@@ -37,7 +36,7 @@ log = get_logger(__name__)
 
 class Address:
     """The server of the conversations of one event loop. It is open while one is under way; `url` is its base URL, or
-    `unix:` and the folder of its socket."""
+    `unix:` and the path of its socket."""
 
     url: str
 
@@ -47,7 +46,7 @@ class Address:
         self._opens = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server
-        self._folder: Path | None = None  # of a Unix socket
+        self._path: Path | None = None  # of a Unix socket
         self._busy = set[object]()  # connections with a request that has a valid key
 
     async def _open(self) -> web.AppRunner:
@@ -76,9 +75,9 @@ class Address:
         )
         await runner.setup()
         loop, make = asyncio.get_running_loop(), lambda: self._connection(runner)
-        if self._listening.address == UNIX:
-            self._folder, bound = unix_socket()
-            self.url = f"unix:{self._folder}"
+        if self._listening.folder is not None:
+            self._path, bound = unix_socket(self._listening.folder)
+            self.url = f"unix:{self._path}"
             self._listener = await loop.create_unix_server(make, sock=bound, backlog=1024)
             return runner
         self._listener = await loop.create_server(
@@ -117,8 +116,8 @@ class Address:
                 runner, self._runner = self._runner, None
                 self._listener.close()
                 await runner.cleanup()
-                if self._folder is not None:
-                    remove_tree(self._folder)
+                if self._path is not None:
+                    remove(self._path)
 
     def _seat(self, request: web.Request) -> Seat:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megagrpo.config import MultiTurnSection
@@ -14,8 +17,12 @@ from megagrpo.environments.agents.agent_messages import plain
 from megagrpo.environments.agents.agent_requests import POLICY_NAME, Ask
 from megagrpo.environments.agents.seat import Seat
 from megagrpo.environments.agents.trajectory import Trajectory
-from megagrpo.environments.programs.agent_options import PROGRAM_HOST, agent_options
-from megagrpo.environments.programs.listening import listening
+from megagrpo.environments.programs.agent_options import PROGRAM_HOST, UNIX, AgentOptions, agent_options
+from megagrpo.environments.programs.left_containers import remove_left_containers, shared_folder
+from megagrpo.environments.programs.listening import listening, socket_folder
+from megagrpo.environments.programs.program_run import Program
+from megagrpo.platform.process.cleanup.removal import remove_tree
+from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.arguments import check_needs
 from megagrpo.rewards.registry.reward_registry import locate
 from megagrpo.rewards.registry.target import Target
@@ -30,6 +37,7 @@ _HOST = Target("megagrpo.environments.agents.host", "AgentHost")
 COMMAND_NAME = "command"  # the name of a program and of its reward
 NO_REQUEST = "it asked the policy for nothing"
 _LANE = "agents"
+log = get_logger(__name__)
 
 
 class Agent:
@@ -39,24 +47,23 @@ class Agent:
         assert section.agent is not None, "the section names an agent"
         options = agent_options(section.agent)
         self._listening, self._seconds, self._pool = listening(options), section.max_seconds or LONGEST, pool
-        at_once = options.concurrent or section.workers * CAPACITY
-        share, rest = divmod(at_once, min(at_once, section.workers))
-        self._host, self.name, self.roles = PROGRAM_HOST, COMMAND_NAME, [*section.roles]
+        self._host, self.name, self.roles, workers, capacity = PROGRAM_HOST, COMMAND_NAME, [*section.roles], 1, CAPACITY
         program, self._outputs = options.program(self._seconds), [*options.outputs]
-        self._options: dict[str, Any] = {
-            "program": program,
-            "columns": options.columns,
-            "at_once": share + bool(rest),
-        }
-        if options.function is None:  # its process has the deadlines
+        if options.function is None:  # its process has the deadlines; one worker keeps to the limits
             self._seconds += program["score_seconds"] + CLEAN_UP_SECONDS
+            capacity = options.concurrent or section.workers * CAPACITY
+            self._options: dict[str, Any] = {"program": program, "columns": options.columns, "at_once": capacity}
+            self._options |= {"warm": options.warm, "warm_seconds": options.warm_seconds}
+            if self._listening.address == UNIX:
+                self._listening = replace(self._listening, folder=socket_folder())
+                self._options["socket_folder"] = str(self._listening.folder)
+            self._remove_left(options, Program(**program))
         else:
             target = locate(options.function, "multi_turn.agent", "agent", {})
-            self._host, self.name = _HOST, target.attribute
+            self._host, self.name, workers = _HOST, target.attribute, section.workers
             self._options = {"agent": target} | ({"roles": self.roles} if self.roles else {})
         self.reward_names = self.roles or [self.name]
-        for workers, capacity in ((min(at_once, section.workers) - rest, share), (rest, share + 1)):
-            pool.add_lane(_LANE, workers, capacity)
+        pool.add_lane(_LANE, workers, capacity)
         (described,) = pool.run([replace(self._call("describe", {}), load_seconds=IMPORT_SECONDS)])
         if described.kind == "timeout":
             reason = f"the import of {options.function} has not ended after {IMPORT_SECONDS:g} s"
@@ -64,6 +71,28 @@ class Agent:
         if described.kind != "result":
             raise ValueError(f"multi_turn.agent: {described.value}")
         self._needs = described.value["needs"]
+
+    @staticmethod
+    def _remove_left(options: AgentOptions, program: Program) -> None:
+        """Remove the containers that killed runs have left. Raises ValueError if their names cannot be read."""
+        if not options.names:
+            return
+        around = shared_folder(Path(tempfile.gettempdir()))
+        try:
+            count, left = remove_left_containers(
+                shlex.split(options.names), program.stop, program.environment(), around
+            )
+        except ValueError as error:
+            raise ValueError(f"multi_turn.agent.names: {error}") from None
+        if count:
+            log.warning("multi_turn.agent: %d containers of ended runs were left; they are removed", count - len(left))
+        if left:
+            log.warning("multi_turn.agent.stop: cannot remove %s; remove them", ", ".join(left))
+
+    def close(self) -> None:
+        """Remove the folder of a Unix socket. Safe to call twice."""
+        if self._listening.folder is not None:
+            remove_tree(self._listening.folder)
 
     def address(self) -> Address:
         """Return a new address of conversations."""

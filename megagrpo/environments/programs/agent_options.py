@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, ValidationError, model_validator
 
 from megagrpo.config.basics.problems import Problem, ProblemError
-from megagrpo.config.sections.section import PositiveInt, Seconds, Section
+from megagrpo.config.sections.section import NonNegativeInt, PositiveInt, Seconds, Section
 from megagrpo.environments.programs.work_folder import PLACEHOLDER, parts_of
 from megagrpo.rewards.registry.target import Target
 from megagrpo.suggestions import did_you_mean
@@ -18,6 +18,7 @@ from megagrpo.suggestions import did_you_mean
 AGENT = "multi_turn.agent"
 PROGRAM_HOST = Target("megagrpo.environments.programs.program_host", "ProgramHost")
 OWN_PLACEHOLDERS = ("workdir", "name", "prompt")
+_OF_CONTAINER = {"workdir", "name", "socket"}  # placeholders that a container has without a row
 MAX_OUTPUTS = 8 << 20  # bytes of `outputs`: JSON may need six for one
 UNIX = "unix"  # `listen`: a socket in a folder, `{socket}`
 
@@ -34,6 +35,9 @@ class AgentOptions(Section):
     container: str = "{command}"
     start: str = ""
     stop: str = ""
+    names: str = ""  # prints the names of containers, of which a killed run may have left some
+    warm: NonNegativeInt = 0  # containers that are started before their conversations, per rank
+    warm_seconds: Seconds = 3600.0  # without a conversation, after which one is stopped
     files: dict[str, str] = Field(default_factory=dict)
     score: tuple[str, ...] = ()
     score_files: dict[str, str] = Field(default_factory=dict)
@@ -65,8 +69,15 @@ class AgentOptions(Section):
             yield Problem((f"{AGENT}.listen",), reason)
         if self.listen == UNIX:
             yield from self._unix_problems()
-        for name in ("container", "start", "stop"):
+        for name in ("container", "start", "stop", "names"):
             yield from _template_problems(name, getattr(self, name))
+        if self.warm and (not self.start or (of_row := [*set(PLACEHOLDER.findall(self.start)) - _OF_CONTAINER])):
+            reason = f"`start` names {{{min(of_row)}}}, which only a row has" if self.start else "needs `start`"
+            yield Problem((f"{AGENT}.warm",), f"{reason}; start a container that fits every row, or leave warm out")
+        if self.names and (not self.stop or set(PLACEHOLDER.findall(self.names + self.stop)) - {"name"}):
+            yield Problem(
+                (f"{AGENT}.names",), "needs a `stop` whose only placeholder is {name}, and has none; name both"
+            )
         if self.score_files and not self.score:
             yield Problem((f"{AGENT}.score_files",), "needs `score`, the command that they are for")
         names = [("files", name) for name in self.files] + [("score_files", name) for name in self.score_files]

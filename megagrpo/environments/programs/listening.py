@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import ssl
@@ -14,17 +15,18 @@ from megagrpo.engine.http.access import interface_addresses
 from megagrpo.environments.programs.agent_options import AGENT, UNIX, AgentOptions, is_wildcard
 from megagrpo.loopback import LOOPBACK_ADDRESS
 
-SOCKET_NAME, FORWARDER = "policy.sock", Path(__file__).with_name("forwarder.py")
+FORWARDER = Path(__file__).with_name("forwarder.py")
 
 
 @dataclass(frozen=True)
 class Listening:
     """Where an address listens: `address`, which URLs call `host`, with TLS if there is a context. If `address` is
-    UNIX, it is a socket in a new folder."""
+    UNIX, it is a socket in `folder`."""
 
     host: str = LOOPBACK_ADDRESS
     address: str = LOOPBACK_ADDRESS
     context: ssl.SSLContext | None = None
+    folder: Path | None = None
 
     @property
     def described(self) -> str:
@@ -59,13 +61,19 @@ def listening(options: AgentOptions) -> Listening:
     return Listening(address if name in interfaces else name, address, context)
 
 
-def unix_socket() -> tuple[Path, socket.socket]:
-    """Create a folder with a socket and the forwarder for containers. Returns the folder and the bound socket."""
-    folder, bound = Path(tempfile.mkdtemp(prefix="megagrpo_policy_")), socket.socket(socket.AF_UNIX)
+def socket_folder() -> Path:
+    """Create a folder for the sockets of addresses, with the forwarder for containers."""
+    folder = Path(tempfile.mkdtemp(prefix="megagrpo_policy_"))
     shutil.copyfile(FORWARDER, folder / FORWARDER.name)
+    return folder
+
+
+def unix_socket(folder: Path) -> tuple[Path, socket.socket]:
+    """Return a new socket's path in `folder`, and the socket."""
+    path, bound = folder / f"{secrets.token_hex(4)}.sock", socket.socket(socket.AF_UNIX)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        bound.bind(f"/proc/self/fd/{handle}/{SOCKET_NAME}")  # an address has at most 107 bytes
+        bound.bind(f"/proc/self/fd/{handle}/{path.name}")  # an address has at most 107 bytes
     finally:
         os.close(handle)
-    return folder, bound
+    return path, bound

@@ -1,4 +1,5 @@
 """One conversation of a program, in a process of its own: the work folder, the program, its score, and the clean-up.
+A warm process has started its container before it gets its conversation.
 
 The process adopts what the program starts, also daemons (PR_SET_CHILD_SUBREAPER). When its connection to the worker
 ends, by a deadline or by a SIGKILL of the run, it kills all of them, runs `stop` and removes the folder.
@@ -11,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import secrets
 import select
 import signal
 import subprocess
@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from megagrpo.environments.programs.left_containers import container_name, shared_folder
 from megagrpo.environments.programs.work_folder import filled, put_files, read_number, read_text, remove_below
-from megagrpo.platform.process.cleanup.ownership import TEMPORARY, make_folder, owner_in
+from megagrpo.platform.process.cleanup.ownership import TEMPORARY, make_folder
 from megagrpo.platform.process.cleanup.parent_death import end_with_parent, living
 from megagrpo.platform.process.cleanup.removal import remove_tree
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.rewards.workers.channel import Channel
+from megagrpo.rewards.workers.channel import Channel, from_json
 
 # seconds of `start`, which may fetch an image and is not interrupted, and of `stop`
 _START_SECONDS, _STOP_SECONDS = 600.0, 60.0
@@ -61,6 +62,10 @@ class Program:
     seconds: float  # of `start` and `command`
     score_seconds: float
 
+    def environment(self) -> dict[str, str]:
+        """Return the variables of this process that a command gets."""
+        return {name: ENVIRONMENT[name] for name in (*PASSED_ON, *self.variables) if name in ENVIRONMENT}
+
 
 class Failure(Exception):
     """Why a conversation has failed."""
@@ -74,8 +79,9 @@ class Left(Exception):
     """The worker waits for this conversation no longer, or has died."""
 
 
-def live(program: Program, channel: Channel, client: Mapping[str, str], columns: Mapping[str, Any]) -> None:
-    """Hold a conversation in this process, which was forked from a worker, clean up, and send the reward."""
+def live(program: Program, channel: Channel, is_warm: bool, socket_folder: str) -> None:
+    """Hold the conversation that `channel` names in this process, which was forked from a worker, clean up, and send
+    the reward. A warm one starts its container before."""
     gc.disable()  # what the worker has open is closed here by number
     os.setsid()  # the guard of the worker's session would kill it
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -85,12 +91,12 @@ def live(program: Program, channel: Channel, client: Mapping[str, str], columns:
             with suppress(OSError):
                 os.close(int(name))
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    around = Path(tempfile.gettempdir()).parent  # the worker's folder ends with the worker
-    folder, _ = make_folder(TEMPORARY, around.parent if owner_in(around.name, TEMPORARY) else around)
+    # the worker's folder ends with the worker
+    folder, _ = make_folder(TEMPORARY, shared_folder(Path(tempfile.gettempdir()).parent))
     answer: dict[str, Any] | None = None
     try:
-        answer = _Conversation(program, channel, client, columns, folder).hold()
-    except Left:
+        answer = _Conversation(program, channel, folder, socket_folder).hold(is_warm)
+    except (Left, EOFError):
         pass
     except KeyError as error:
         answer = {"failure": f"its row has no column {error}"}
@@ -104,36 +110,36 @@ def live(program: Program, channel: Channel, client: Mapping[str, str], columns:
 
 
 class _Conversation:
-    def __init__(
-        self, program: Program, channel: Channel, client: Mapping[str, str], columns: Mapping[str, Any], folder: Path
-    ):
-        self._program, self._channel, self._client, self._work = program, channel, client, folder / "work"
-        self._values = {**columns, "workdir": str(self._work), "name": f"megagrpo-{secrets.token_hex(8)}"}
-        scheme, _, socket_folder = client["base_url"].partition(":")
-        self._forwards = list[str]()
-        if scheme == "unix":
-            self._values["socket"] = socket_folder
-            self._forwards = ["python3", f"{socket_folder}/forwarder.py", f"{socket_folder}/policy.sock"]
+    def __init__(self, program: Program, channel: Channel, folder: Path, socket_folder: str):
+        self._program, self._channel, self._work = program, channel, folder / "work"
+        self._values: dict[str, Any] = {"workdir": str(self._work), "name": container_name(folder)}
+        self._values |= {"socket": socket_folder} if socket_folder else {}
+        self._forwards, self._is_begun = list[str](), False
         self._has_container = program.container != _ALONE
-        names = [name for name in (*PASSED_ON, *program.variables) if name in ENVIRONMENT]
-        self._environment = {name: ENVIRONMENT[name] for name in names}
+        self._environment = program.environment()
         self._work.mkdir()
         if not self._has_container:  # else the folder may have another path inside
             (folder / "tmp").mkdir()
             self._environment["TMPDIR"] = str(folder / "tmp")
 
-    def hold(self) -> dict[str, Any]:
+    def hold(self, is_warm: bool) -> dict[str, Any]:
         """Return the reward as `value`, how the program has `ended`, its `failure` if it has any, and its `outputs`.
-        Raises Failure, Left, OSError and ValueError."""
-        program, client, ends = self._program, self._client, time.monotonic() + self._program.seconds
-        put_files(self._work, program.files, self._values)
-        to_policy = {"OPENAI_API_KEY": client["api_key"], "OPENAI_MODEL": client["model"]}
-        if not self._forwards:
-            host = urlsplit(client["base_url"]).hostname or ""
-            to_policy |= {"OPENAI_BASE_URL": client["base_url"], "NO_PROXY": host, "no_proxy": host}
+        Raises Failure, Left, EOFError, OSError and ValueError."""
         try:
-            if program.start:
-                _check(*self._run(self._words(program.start), "start", None, _START_SECONDS), "start")
+            if is_warm:
+                self._start()
+            begun, client, columns = self._channel.receive()
+            ends, self._values = begun + self._program.seconds, from_json(columns) | self._values
+            put_files(self._work, self._program.files, self._values)
+            to_policy = {"OPENAI_API_KEY": client["api_key"], "OPENAI_MODEL": client["model"]}
+            scheme, _, path = client["base_url"].partition(":")
+            if scheme == "unix":
+                self._forwards = ["python3", f"{self._values['socket']}/forwarder.py", path]
+            else:
+                host = urlsplit(client["base_url"]).hostname or ""
+                to_policy |= {"OPENAI_BASE_URL": client["base_url"], "NO_PROXY": host, "no_proxy": host}
+            if not is_warm:
+                self._start()
             result = self._scored(to_policy, max(0.0, ends - time.monotonic()))
         except BaseException:
             with suppress(Failure):
@@ -141,6 +147,11 @@ class _Conversation:
             raise
         self._stop()
         return result
+
+    def _start(self) -> None:
+        self._is_begun = True
+        if self._program.start:
+            _check(*self._run(self._words(self._program.start), "start", None, _START_SECONDS), "start")
 
     def _scored(self, to_policy: Mapping[str, str], seconds: float) -> dict[str, Any]:
         """Run the program, and score what it leaves, also if it is late or fails: it may have failed at a limit of the
@@ -165,7 +176,7 @@ class _Conversation:
         return {"value": value, "ended": ended, "failure": failure, "outputs": outputs}
 
     def _stop(self) -> None:
-        if self._program.stop:
+        if self._program.stop and self._is_begun:
             _check(*self._run(self._words(self._program.stop), "stop", None, _STOP_SECONDS), "stop")
 
     def _reward(self, is_whole: bool) -> float | None:

@@ -1190,13 +1190,14 @@ def test_what_a_program_leaves_at_a_limit_is_scored(program, policy, options, ca
 
 
 RUNTIME = """#!/bin/sh
-# a stand-in for a runtime with long-lived containers: run NAME DIR | exec NAME COMMAND... | rm NAME
+# a stand-in for a runtime with long-lived containers: run NAME DIR | exec NAME COMMAND... | rm NAME | ps
 echo "$@" >> "$LOG"
 box=$BOXES/$2
 case $1 in
   run) mkdir "$box"; ln -s "$3" "$box/work"; setsid sleep 999 >/dev/null 2>&1 & echo $! > "$box/pid";;
   exec) cd "$box/work" && shift 2 && exec "$@";;
   rm) kill -9 "$(cat "$box/pid")"; rm -r "$box";;
+  ps) ls "$BOXES";;
 esac
 """
 
@@ -1249,6 +1250,37 @@ def test_a_container_is_removed_after_a_deadline_and_the_death_of_its_worker(pro
 
         asyncio.run(run())
     wait_until(lambda: (tmp_path / "log").exists() and removed() and not program.left())
+
+
+def test_warm_containers_are_started_ahead_used_once_and_replaced(program, runtime, policy, tmp_path):
+    def running():
+        return {box.name for box in (tmp_path / "boxes").iterdir() if (box / "pid").exists()}
+
+    with program(warm=2, concurrent=2, **runtime) as agents:
+        wait_until(lambda: len(running()) == 2)
+        first = running()
+        rollouts = conversed(agents, *[lambda: policy.seat()] * 2)
+        assert [r.dialogue.ended for r in rollouts] == ["done"] * 2
+        used = {line.split()[1] for line in (tmp_path / "log").read_text().splitlines() if line.startswith("exec")}
+        assert used == first
+        wait_until(lambda: len(running()) == 2 and not running() & first)
+        (failing,) = psutil.Process(int((tmp_path / "boxes" / min(running()) / "pid").read_text())).parents()[:1]
+        failing.kill()  # it gets no conversation; its container is left
+        conversed(agents, *[lambda: policy.seat()] * 3)
+    wait_until(lambda: len(running()) == 1)
+    with program(names=f"{tmp_path}/runtime ps", **runtime):
+        assert not running()
+    with program(warm=2, warm_seconds=0.2, **runtime):
+        wait_until(lambda: len(re.findall("(?m)^rm ", (tmp_path / "log").read_text())) == 10)
+    for options, reason in {
+        ("start", ""): "needs `start`",
+        ("start", "run {image}"): r"`start` names {image}, which only a row has",
+        ("names", "ps", "stop", "rm {workdir}"): "needs a `stop` whose only placeholder is {name}",
+        ("names", "false"): "names: ended with exit code 1",
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            program(**runtime | dict(warm=1) | dict(batched(options, 2)))
+    wait_until(lambda: not program.left())
 
 
 @pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
