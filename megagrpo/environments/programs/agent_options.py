@@ -69,15 +69,7 @@ class AgentOptions(Section):
             yield Problem((f"{AGENT}.listen",), reason)
         if self.listen == UNIX:
             yield from self._unix_problems()
-        for name in ("container", "start", "stop", "names"):
-            yield from _template_problems(name, getattr(self, name))
-        if self.warm and (not self.start or (of_row := [*set(PLACEHOLDER.findall(self.start)) - _OF_CONTAINER])):
-            reason = f"`start` names {{{min(of_row)}}}, which only a row has" if self.start else "needs `start`"
-            yield Problem((f"{AGENT}.warm",), f"{reason}; start a container that fits every row, or leave warm out")
-        if self.names and (not self.stop or set(PLACEHOLDER.findall(self.names + self.stop)) - {"name"}):
-            yield Problem(
-                (f"{AGENT}.names",), "needs a `stop` whose only placeholder is {name}, and has none; name both"
-            )
+        yield from self._container_problems()
         if self.score_files and not self.score:
             yield Problem((f"{AGENT}.score_files",), "needs `score`, the command that they are for")
         names = [("files", name) for name in self.files] + [("score_files", name) for name in self.score_files]
@@ -89,6 +81,17 @@ class AgentOptions(Section):
                 parts_of(name)
             except ValueError as error:
                 yield Problem((f"{AGENT}.{key}",), str(error))
+
+    def _container_problems(self) -> Iterator[Problem]:
+        for name in ("container", "start", "stop", "names"):
+            yield from _template_problems(name, getattr(self, name))
+        if self.warm and (not self.start or (of_row := [*set(PLACEHOLDER.findall(self.start)) - _OF_CONTAINER])):
+            reason = f"`start` names {{{min(of_row)}}}, which only a row has" if self.start else "needs `start`"
+            yield Problem((f"{AGENT}.warm",), f"{reason}; start a container that fits every row, or leave warm out")
+        if self.names and (not self.stop or set(PLACEHOLDER.findall(self.names + self.stop)) - {"name"}):
+            yield Problem(
+                (f"{AGENT}.names",), "needs a `stop` whose only placeholder is {name}, and has none; name both"
+            )
 
     def _unix_problems(self) -> Iterator[Problem]:
         if self.function is not None or self.certificate is not None:
