@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.scaling.loader_slices import EngineLayout, wanted_boxes
+from benchmarks.scaling.planned_blocks import held_boxes
 from benchmarks.scaling.sync_size import LINK_GB_PER_S
 from megagrpo.config import ParallelSection
 from megagrpo.families.hf_config import load_hf_config
@@ -28,7 +29,6 @@ from megagrpo.sync.trainer_side.send_plan import PlanNews, messages_of
 from megagrpo.sync.wire.forwarding import feeders, heads
 from megagrpo.sync.wire.messages import rounds
 from megagrpo.sync.wire.rank_boxes import RankBoxes, WorkerBoxes, by_tensor
-from megagrpo.weights.blocks.planned_blocks import held_boxes
 
 ELEMENT_BYTES = 2  # bf16
 LIMIT = 2**25  # elements in a message of 64 MiB

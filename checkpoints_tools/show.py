@@ -1,4 +1,4 @@
-"""Shows what a run would load of a model, or lists a checkpoint: `megagrpo inspect` with the same arguments."""
+"""Lists the tensors of a checkpoint, an adapter or a model: `megagrpo inspect` with the same arguments."""
 
 import sys
 from pathlib import Path

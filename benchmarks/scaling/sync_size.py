@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.scaling.loader_slices import EngineLayout, wanted_boxes
+from benchmarks.scaling.planned_blocks import held_boxes
 from megagrpo.config import ParallelSection, RunConfig, load_config
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.shared.architecture import HfConfig
@@ -21,7 +22,6 @@ from megagrpo.families.shared.boxes import size
 from megagrpo.families.weight_sources import shape_folder
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.sync.wire.forwarding import NO_FEEDER, feeders
-from megagrpo.weights.blocks.planned_blocks import held_boxes
 from megagrpo.weights.slices.sync_plan import Transfers, plan_transfers
 
 LINK_GB_PER_S = 50.0  # rate into and out of each device: one 400 Gbit/s network card

@@ -31,7 +31,7 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "convert": "convert Hugging Face weights to a Megatron checkpoint",
     "export": "convert a Megatron checkpoint to a Hugging Face folder",
     "merge": "merge a LoRA adapter into its model",
-    "inspect": "show what a run would load of a model, or list a checkpoint",
+    "inspect": "list the tensors of a checkpoint, an adapter or a model",
     "roundtrip": "check that converting a model there and back changes no byte",
     "keys": "list the keys of a config with type, default and meaning",
     "schema": "print the JSON schema of a config, for editors",

@@ -25,11 +25,11 @@ from te_kernels import replace_kernels
 from tiny_families import MODELS, tiny_config
 from torch import nn
 
+from benchmarks.scaling.planned_layouts import imagined_layouts
 from megagrpo.config import ParallelSection
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.platform.parallel.layout import Layout, init_layout
-from megagrpo.platform.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16

@@ -14,6 +14,7 @@ from tiny_families import MODELS, cases_of, tiny_config
 from tiny_policy import SHAPES
 
 from benchmarks.scaling.loader_slices import EngineLayout, wanted_boxes
+from benchmarks.scaling.planned_blocks import held_boxes
 from megagrpo.config import ParallelSection
 from megagrpo.families.config_keys import architecture_problems
 from megagrpo.families.family_index import FAMILIES
@@ -24,7 +25,6 @@ from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import shrink_model
 from megagrpo.weights.blocks.parameter_blocks import blocks, tensor_names
-from megagrpo.weights.blocks.planned_blocks import held_boxes
 from megagrpo.weights.slices.sync_plan import plan_transfers
 from tests.family_examples import TINY_SIZES
 

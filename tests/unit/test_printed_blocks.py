@@ -37,7 +37,6 @@ PRINTED = {
     ("commands", "$ megagrpo check "): ("output",),
     ("convert", "$ megagrpo convert "): ("output",),
     ("convert", "$ megagrpo roundtrip "): ("output",),
-    ("convert", "$ megagrpo inspect package:"): ("output",),
     ("checkpoints", "run.name: runs/capitals is in use"): ("messages",),
     ("checkpoints", "capitals_hf: rounded"): ("messages",),
     ("report", "runs/quickstart/report.html"): ("messages",),

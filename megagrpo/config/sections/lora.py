@@ -36,7 +36,7 @@ class LoraSection(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs set to 0 in training. Log-probs of reference and old policy use no dropout."""
     target_modules: list[str] | str = ALL_LINEAR
-    """Projections with an adapter: `all-linear`, a list of names that `megagrpo inspect MODEL` prints, such as q_proj
+    """Projections with an adapter: `all-linear`, a list of names that `megagrpo plan` prints, such as q_proj
     or layers.0.mlp.up_proj, or a regular expression for whole names. Experts: `target_parameters`."""
     layers_to_transform: list[NonNegativeInt] | None = None
     """Layers with adapters, counted from 0. null: all layers. For one regular expression leave it null, as in PEFT."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megagrpo.families.config_keys import text_config
-from megagrpo.families.hf_config import read_raw_config
+from megagrpo.families.hf_config import load_hf_config, read_raw_config
 from megagrpo.records.checkpoints.run_files import STATE_FILE
 from megagrpo.weights.bridge.adapter_files import ADAPTER_FILES, CONFIG, WEIGHTS
 from megagrpo.weights.bridge.load import Checkpoint
@@ -20,6 +20,7 @@ from megagrpo.weights.files.gpt_checkpoint import newest_iteration
 from megagrpo.weights.files.tensor_files import Entry, TensorFile, dtype_name
 from megagrpo.weights.files.torch_dist import StoredTensors
 
+MODEL = "Hugging Face model"
 GROUPS = {"optimizer.": "optimizer", "reference.": "reference"}  # prefix of a tensor's key -> its group
 
 
@@ -37,11 +38,12 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Contents:
-    """The content of a checkpoint: its kind, metadata and tensors."""
+    """The content of a checkpoint: its kind, metadata and tensors. `refused` is why a run would not load the model."""
 
     kind: str
     facts: dict[str, str]
     tensors: list[TensorRow]
+    refused: str = ""
 
 
 def contents(path: Path) -> Contents:
@@ -49,19 +51,16 @@ def contents(path: Path) -> Contents:
     if (path / CONFIG).is_file():
         return _of_adapter(path)
     path = newest_iteration(path)
-    return _of_megatron(path) if (path / "metadata.json").is_file() else of_checkpoint(Checkpoint(path))
+    return _of_megatron(path) if (path / "metadata.json").is_file() else _of_model(Checkpoint(path))
 
 
-def is_model(path: Path) -> bool:
-    """Whether the folder `path` is neither an adapter nor a Megatron checkpoint, so that it could only be a Hugging
-    Face model."""
-    return not (path / CONFIG).is_file() and not (newest_iteration(path) / "metadata.json").is_file()
-
-
-def of_checkpoint(checkpoint: Checkpoint) -> Contents:
-    """Return the content of a Hugging Face folder whose headers have been read."""
+def _of_model(checkpoint: Checkpoint) -> Contents:
     rows = [_row(name, checkpoint.entry(name), checkpoint.where[name]) for name in checkpoint.where]
-    return Contents("Hugging Face model", _facts_of_model(checkpoint.folder), rows)
+    try:
+        checkpoint.check_all(load_hf_config(checkpoint.folder))
+    except ValueError as error:
+        return Contents(MODEL, _facts_of_model(checkpoint.folder), rows, str(error))
+    return Contents(MODEL, _facts_of_model(checkpoint.folder), rows)
 
 
 def _of_adapter(path: Path) -> Contents:
@@ -130,4 +129,5 @@ def as_text(path: Path, checkpoint: Contents) -> str:
         lines.append(f"{row.name:{width}}  {row.dtype:9} {row.shape!s:20} {row.nbytes:14,}  {row.where}")
     for label, (count, elements, nbytes) in totals(checkpoint.tensors).items():
         lines.append(f"{label}: {count:,} tensors, {elements:,} numbers, {nbytes:,} bytes")
+    lines += [f"refused: {checkpoint.refused}"] if checkpoint.refused else []
     return "\n".join(lines)

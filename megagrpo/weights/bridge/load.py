@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -130,14 +130,6 @@ class Checkpoint:
     def check_head(self, hf_config: HfConfig) -> None:
         """Raises ValueError if config.json ties the embeddings but the files' LM head differs. Reads both tensors."""
         _raise_first(self._head_problems(hf_config))
-
-    def problems(self, hf_config: HfConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Return everything that `check` and `check_head` would refuse on some rank. `shapes` has every tensor."""
-        needed = _needed(hf_config)
-        found = [*self._name_problems(needed, hf_config)]
-        for name in sorted(needed & self.where.keys()):
-            found += self._tensor_problems(name, shapes[name])
-        return [*found, *self._head_problems(hf_config)]
 
     def _head_problems(self, hf_config: HfConfig) -> Iterator[str]:
         embedding, own_head = embedding_and_head(hf_config)
