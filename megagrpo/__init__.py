@@ -9,10 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megagrpo.commands.api.api_checks import Evaluation as Evaluation
-    from megagrpo.commands.api.api_checks import Verification as Verification
-    from megagrpo.commands.api.api_checks import evaluate as evaluate
-    from megagrpo.commands.api.api_checks import verify as verify
+    from megagrpo.commands.api.evaluate_call import Evaluation as Evaluation
+    from megagrpo.commands.api.evaluate_call import evaluate as evaluate
     from megagrpo.commands.api.inputs.errors import CommandFailed as CommandFailed
     from megagrpo.commands.api.inputs.errors import TrainingFailed as TrainingFailed
     from megagrpo.commands.api.plan_call import plan as plan
@@ -32,10 +30,8 @@ _HOMES = {
     "Run": "megagrpo.commands.api.run_handle",
     "load_run": "megagrpo.commands.api.run_handle",
     "plan": "megagrpo.commands.api.plan_call",
-    "verify": "megagrpo.commands.api.api_checks",
-    "Verification": "megagrpo.commands.api.api_checks",
-    "evaluate": "megagrpo.commands.api.api_checks",
-    "Evaluation": "megagrpo.commands.api.api_checks",
+    "evaluate": "megagrpo.commands.api.evaluate_call",
+    "Evaluation": "megagrpo.commands.api.evaluate_call",
     "TrainingFailed": "megagrpo.commands.api.inputs.errors",
     "CommandFailed": "megagrpo.commands.api.inputs.errors",
     "RunConfig": "megagrpo.config",

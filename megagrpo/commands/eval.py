@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a table of the sets and return the exit code. Raises ConfigError for mistakes in the config or options."""
-    from megagrpo.commands.api.api_checks import evaluate_here
+    from megagrpo.commands.api.evaluate_call import evaluate_here
 
     config, checkpoint, adapter = load(options), options.checkpoint, options.adapter
     result = evaluate_here(config, config_file(options.config).parent, checkpoint, adapter)

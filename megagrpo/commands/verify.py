@@ -17,6 +17,7 @@ import json
 from megagrpo.commands.arguments.config_arguments import add_config, load, overrides
 from megagrpo.config import ConfigError
 from megagrpo.config.io import config_file
+from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.terminal import show
 
 
@@ -35,10 +36,11 @@ def run(options: argparse.Namespace) -> int:
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks: must be a positive number (got {options.ranks})")
     load(options)
-    from megagrpo.commands.api.api_checks import verify_here
+    with without_garbage_collection():
+        from megagrpo.proof.verify.layouts import verify_layouts
 
     path, tell = config_file(options.config), None if options.json else show
-    rows = verify_here(path, overrides(options), options.layout or (), options.ranks, options.full, tell=tell)
+    rows = verify_layouts(path, overrides(options), options.layout or (), options.ranks, options.full, tell=tell)
     passed = all(row["passed"] for row in rows)
     if options.json and rows:  # under a launcher rank 0 has them
         show(json.dumps(dict(config=str(path), passed=passed, layouts=rows), indent=1))

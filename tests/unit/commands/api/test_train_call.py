@@ -1,4 +1,4 @@
-"""`megagrpo.train`, `plan`, `verify` and `evaluate` around the processes that they start: a small program stands in for
+"""`megagrpo.train`, `plan` and `evaluate` around the processes that they start: a small program stands in for
 `megagrpo`."""
 
 import ast
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import megagrpo
-from megagrpo.commands.api import api_checks, child_process, train_call
+from megagrpo.commands.api import child_process, evaluate_call, train_call
 from megagrpo.config import ConfigError, load_config
 from megagrpo.config.io import shipped_config
 from tests.unit.for_each import for_each
@@ -32,11 +32,11 @@ def main(*arguments):
     pathlib.Path("called").write_text(json.dumps(arguments, default=str))
     print("trained")
     print("an error", file=sys.stderr)
-    return script.get("rows", script["exit"])
+    return script["exit"]
 
 
 def evaluate(config, *arguments):
-    from megagrpo.commands.api.api_checks import Evaluation
+    from megagrpo.commands.api.evaluate_call import Evaluation
 
     script = json.loads(pathlib.Path("script").read_text())
     pathlib.Path("called").write_text(json.dumps([config.model_dump(), *arguments], default=str))
@@ -56,7 +56,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A function that sets what the functions do that a process of its own calls instead of training, verifying and
+    """A function that sets what the functions do that a process of its own calls instead of training and
     evaluating. It returns a function that reads how they were called."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stand_in.py").write_text(PROGRAM)
@@ -64,8 +64,7 @@ def stand_in(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("stand_in")
     monkeypatch.setattr(train_call, "run_training", module.main)
-    monkeypatch.setattr(api_checks, "verify_here", module.main)
-    monkeypatch.setattr(api_checks, "evaluate_here", module.evaluate)
+    monkeypatch.setattr(evaluate_call, "evaluate_here", module.evaluate)
 
     def does(**script):
         (tmp_path / "script").write_text(json.dumps({"exit": 0} | script))
@@ -234,35 +233,7 @@ def test_a_wrong_question_for_a_plan_is_an_error(arguments, message, here):
         megagrpo.plan(QUICKSTART, **arguments)
 
 
-# ----------------------------------------------------------------------------------------------------- verify, evaluate
-
-
-def test_a_verification_has_a_row_per_layout(stand_in):
-    worst = {"gradient": {"error": 1e-6, "tolerance": 1e-5}}
-    layouts = [
-        {"layout": "tp=2", "ranks": 2, "passed": True, "failure": None, "seconds": 1.5, "worst": worst},
-        {"layout": "pp=2", "ranks": 2, "passed": False, "failure": "a rank died", "seconds": 0.5, "worst": {}},
-    ]
-    called = stand_in(rows=layouts)
-    result = megagrpo.verify(
-        QUICKSTART,
-        ["tp=2", {"pp": 2, "sequence_parallel": True, "cp": 1, "deterministic": False}],
-        ranks=2,
-        overrides=SMALL,
-    )
-    path, overrides, texts, ranks = called()
-    assert load_config(path, overrides).model.path == SMALL["model.path"]
-    assert (texts, ranks) == (["tp=2", "pp=2,sequence_parallel,cp=1"], 2)
-    assert not result.passed and result.layouts == layouts
-    assert list(result.table["gradient"].dropna()) == [1e-6] and list(result.table["layout"]) == ["tp=2", "pp=2"]
-
-
-def test_a_verification_that_breaks_off_is_an_error(stand_in):
-    stand_in(exit=1)
-    with pytest.raises(
-        megagrpo.CommandFailed, match="megagrpo verify failed with exit code 1; its last lines:\nan error"
-    ):
-        megagrpo.verify(QUICKSTART)
+# ------------------------------------------------------------------------------------------------------------- evaluate
 
 
 def test_an_evaluation_has_metrics_and_a_row_per_response(stand_in):

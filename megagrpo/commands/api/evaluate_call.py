@@ -1,4 +1,4 @@
-"""`megagrpo.verify` and `megagrpo.evaluate`."""
+"""`megagrpo.evaluate`, which is also `megagrpo eval`."""
 
 from __future__ import annotations
 
@@ -24,29 +24,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Verification:
-    """The result of `megagrpo.verify`.
-
-    Attributes:
-        passed: Whether every layout computes what one process computes.
-        layouts: Per layout a dict: `layout`, `ranks`, `passed`, `failure` (a text, or None), `seconds`, `worst`
-            (quantity -> its largest difference and tolerance) and `distances`, every quantity.
-    """
-
-    passed: bool
-    layouts: list[dict[str, Any]]
-
-    @property
-    def table(self) -> pandas.DataFrame:
-        """One row per layout: `layout`, `ranks`, `passed`, `seconds`, `failure`, each quantity's worst tensor error."""
-        kept = ("layout", "ranks", "passed", "seconds", "failure")
-        return table(
-            {name: row[name] for name in kept} | {kind: worst["error"] for kind, worst in (row["worst"] or {}).items()}
-            for row in self.layouts
-        )
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """The result of `megagrpo.evaluate`.
 
@@ -62,47 +39,6 @@ class Evaluation:
     def responses(self) -> pandas.DataFrame:
         """One row per response: `set` ("": `data.eval`), `prompt`, `completion`, `reward`, `rewards/NAME` and more."""
         return table({"set": name} | flat_rewards(row) for name, rows in self.by_set.items() for row in rows)
-
-
-def verify(
-    config: ConfigLike,
-    layouts: Sequence[str | Mapping[str, Any]] = (),
-    *,
-    ranks: int | None = None,
-    overrides: Overrides = (),
-) -> Verification:
-    """Take one step of a small copy of the run in each layout; compare gradients with one process's (docs/verify.md).
-
-    Args:
-        config: The config, as for `megagrpo.train`.
-        layouts: Layouts as texts, `"tp=2,pp=2,dp=2"`, or mappings, `{"tp": 2, "dp": 2}`; the config's own when left
-            out.
-        ranks: Number of ranks of a layout that does not say `dp`.
-        overrides: Values by dotted key, or texts as on the command line.
-
-    Raises:
-        ConfigError: A layout cannot be tried.
-        CommandFailed: The verification itself failed.
-    """
-    settings, texts = read(config, overrides), [_layout_text(layout) for layout in layouts]
-    with temporary_folder("megagrpo_verify_") as folder:
-        file, *words = settings.words(lambda: folder)
-        rows = child_process.call("megagrpo verify", verify_here, config_file(file), words, texts, ranks)
-    return Verification(all(row["passed"] for row in rows), rows)
-
-
-def verify_here(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
-    """Call `megagrpo.proof.verify.layouts.verify_layouts`, whose import takes seconds."""
-    with without_garbage_collection():
-        from megagrpo.proof.verify import layouts
-    return layouts.verify_layouts(*arguments, **options)
-
-
-def _layout_text(layout: str | Mapping[str, Any]) -> str:
-    """Return a layout in the form of `megagrpo verify --layout`."""
-    if isinstance(layout, str):
-        return layout
-    return ",".join(key if value is True else f"{key}={value}" for key, value in layout.items() if value is not False)
 
 
 def evaluate(
