@@ -1,5 +1,4 @@
-"""Host memory and control plane of a run on 4 ranks (dp 2 x pp 2) with a stub server, beside what `megagrpo plan`
-predicts.
+"""Host memory and control plane of a run on 4 ranks (dp 2 x pp 2) with a stub server, beside predictions.
 
 Of the memory, what grows with the samples is compared: the peak of the first step with many samples minus the peak with
 few. Seconds are CPU seconds, because four ranks share the cores of a small machine.
@@ -20,13 +19,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "distributed"))  # as pytest does
 
 from benchmarks.scaling.fake_samples import GROUP, Engine, prompts
+from benchmarks.scaling.step_memory import planned_step_memory
 from benchmarks.scaling.table import Point, Series, bytes_text, seconds_text
 from megagrpo.config import ParallelSection, RunConfig, load_config
 from megagrpo.data.packing.routed_experts import RouteShape
 from megagrpo.data.packing.sample_packing import PackingRules, build_batch, plan_packing
 from megagrpo.planner.costs.workload import Lengths
 from megagrpo.planner.times.control_plane import control_seconds
-from megagrpo.planner.times.step_memory import planned_step_memory
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.parallel.spawn import run_ranks
 from megagrpo.platform.process.phases import Phases

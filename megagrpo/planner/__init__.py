@@ -12,13 +12,11 @@ from typing import Any
 from megagrpo.config import Problem, RunConfig
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.planner import plan_text
-from megagrpo.planner.costs.engine_memory import GIB
 from megagrpo.planner.costs.gpu_specs import Gpu
 from megagrpo.planner.costs.hidden_messages import overlap_row
 from megagrpo.planner.costs.workload import Lengths
 from megagrpo.planner.rules.plan_notes import idle_gpus, run_notes
 from megagrpo.planner.rules.plan_problems import check, gpu_problems
-from megagrpo.planner.times.step_memory import planned_step_memory, route_bytes
 from megagrpo.planner.times.step_times import StepTimes, step_times
 from megagrpo.platform.process.terminal import wrapped
 
@@ -28,7 +26,7 @@ class Plan:
     """The result of a preflight. `problems` is empty when the run can start; `notes` do not prevent a start.
 
     `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `times`
-    and `step_memory` are set only on request.
+    are set only with a kind of GPU.
     """
 
     problems: list[Problem]
@@ -39,14 +37,13 @@ class Plan:
     notes: list[Problem] = field(default_factory=list)
     model: HfConfig | None = None
     times: StepTimes | None = None
-    step_memory: dict[str, dict[str, float]] = field(default_factory=dict)  # bytes, by `planned_step_memory`
 
     def __str__(self) -> str:
         lines = [line for name, text in self.rows for line in wrapped(f"{name:<10}{text}", indent=10)]
         if self.memory:
             lines += ["", *plan_text.memory_table(self.memory)]
         if self.times:
-            lines += ["", *plan_text.times_table(self.times), "", *plan_text.step_memory_table(self.step_memory)]
+            lines += ["", *plan_text.times_table(self.times)]
         for name, texts in (("note(s)", self.notes), ("problem(s)", self.problems)):
             lines += ["", f"{len(texts)} {name}"] if texts else []
             texts_lines = [line for text in texts for line in str(text).split("\n")]
@@ -59,11 +56,10 @@ class Plan:
         made |= {"rows": dict(row for row in self.rows if row[0])}
         made |= {"memory_gib": self.memory, "smallest_gpu_gib": self.smallest_gpu, "host_gib": self.host}
         if self.times:
-            sizes = {who: {part: size / GIB for part, size in parts.items()} for who, parts in self.step_memory.items()}
             names = ("seconds", "gpus", "bubble", "step", "bound", "control", "sync", "overlap", "mfu", "idle")
             times = {name: getattr(self.times, name) for name in names}
             times["tokens_per_second_per_gpu"] = self.times.tokens_per_gpu
-            made |= {"times": times, "step_memory_gib": sizes}
+            made |= {"times": times}
         return json.dumps(made, indent=1)
 
 
@@ -77,11 +73,9 @@ def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths
     rows = [*made.rows, ("kind", where), ("lengths", f"{average}, {lengths.longest:g} at most")]
     unfit = list(gpu_problems(config, gpu))
     times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
-    routes = route_bytes(config, made.model)
-    samples = planned_step_memory(config, world_size, lengths, routes) if times else {}
     if times:
         rows = [row for row in rows if row[0] != "overlap"] + overlap_row(config, made.model, times.overlap)
-    return replace(made, problems=made.problems + unfit, rows=rows, times=times, step_memory=samples)
+    return replace(made, problems=made.problems + unfit, rows=rows, times=times)
 
 
 def plan(

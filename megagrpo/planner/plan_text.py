@@ -8,7 +8,7 @@ from math import ceil
 from megagrpo.config import LoraSection, ParallelSection, RolloutSection, RunConfig, weight_path
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.shared.architecture import Experts
-from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
+from megagrpo.planner.costs.engine_memory import ServerMemory
 from megagrpo.planner.costs.planned_memory import Memory
 from megagrpo.planner.costs.shapes import (
     modules_of,
@@ -19,7 +19,7 @@ from megagrpo.planner.costs.shapes import (
 )
 from megagrpo.planner.costs.workload import limits_of_tasks, step_samples
 from megagrpo.planner.times.step_times import StepTimes
-from megagrpo.platform.process.terminal import side_by_side, wrapped
+from megagrpo.platform.process.terminal import side_by_side
 
 
 def rows_of(
@@ -210,12 +210,3 @@ def times_table(times: StepTimes) -> Sequence[str]:
         f"{times.tokens_per_gpu:,.0f} tokens/s/GPU on {times.gpus:,} GPU(s), MFU of the train phase {times.mfu:.1%}",
         f"idle {times.idle:.1%} of all GPUs' time, pipeline bubble {times.bubble:.1%}",
     ]
-
-
-def step_memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
-    """Return the host memory of a step's samples, in GiB by part, of each kind of rank and of the fullest node."""
-    lines = ["host memory of a step's samples, GiB"]
-    for who, parts in memory.items():
-        sizes = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
-        lines += wrapped(f"{who:<10}{sum(parts.values()) / GIB:.2f}: {sizes}", indent=10)
-    return lines

@@ -11,10 +11,10 @@ import pytest
 from ranks import run_ranks
 from suites import usual
 
+from benchmarks.scaling.step_memory import planned_step_memory
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.data.packing.sample_packing import PackingRules, build_batch, plan_packing
 from megagrpo.planner.costs.workload import Lengths
-from megagrpo.planner.times.step_memory import planned_step_memory
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.records.rows.completions import completion_lines

@@ -126,7 +126,7 @@ def _critic_memory(config: RunConfig, of_policy: dict[str, float]) -> dict[str, 
 def _route_bytes(config: RunConfig, model: HfConfig, dp: int, stage: Stage, gpu: bool) -> float:
     """Return the bytes of replayed routes on the device of a rank of a stage, if all samples have full length.
 
-    Recorded routes stay there until the step ends. Those of the engine stay in host memory (`step_memory`), and are
+    Recorded routes stay there until the step ends. Those of the engine stay in host memory, and are
     copied to a GPU for one optimizer step.
     """
     p, rollout, algorithm = config.parallel, config.rollout, config.algorithm

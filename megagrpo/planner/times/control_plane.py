@@ -9,6 +9,8 @@ from __future__ import annotations
 from math import ceil, log2
 
 from megagrpo.config import RunConfig
+from megagrpo.families.hf_config import HfConfig
+from megagrpo.planner.costs.shapes import layer_route_bytes
 from megagrpo.planner.costs.workload import Lengths, average_bundle, step_samples
 from megagrpo.planner.times.pass_times import fill
 
@@ -23,6 +25,13 @@ GLOO_SECONDS = 50e-6  # of a small message between two hosts over gloo
 GLOO_GB_PER_S = 1.0  # of a large one
 AGREEMENTS = 16  # small all-reduces over all ranks in a step
 FACT_BYTES = 40  # of a sample that every rank knows
+
+
+def route_bytes(config: RunConfig, model: HfConfig) -> int:
+    """Return the bytes of a token's routes in all layers, with `rollout.routing_replay: engine`."""
+    if model.experts is None or config.rollout.routing_replay != "engine":
+        return 0
+    return len(model.experts.blocks) * layer_route_bytes(model)
 
 
 def control_seconds(config: RunConfig, world_size: int, lengths: Lengths, routes: int = 0) -> dict[str, float]:

@@ -16,10 +16,9 @@ from megagrpo.planner.costs.planned_memory import copied_bytes
 from megagrpo.planner.costs.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
 from megagrpo.planner.costs.tower_costs import tower_seconds
 from megagrpo.planner.costs.workload import Lengths, average_bundle, step_samples
-from megagrpo.planner.times.control_plane import control_seconds
+from megagrpo.planner.times.control_plane import control_seconds, route_bytes
 from megagrpo.planner.times.generation_times import Generation
 from megagrpo.planner.times.pass_times import pass_seconds
-from megagrpo.planner.times.step_memory import route_bytes
 
 STORAGE_GB_PER_S = 2.0  # rate at which one node reads weights
 

@@ -17,6 +17,7 @@ from benchmarks import layout_search
 from benchmarks.gpu_splits import splits_of
 from benchmarks.layout_search import USABLE, USABLE_WITH_EXPERTS, _cost, search
 from benchmarks.scaling.loader_slices import EngineLayout
+from benchmarks.scaling.step_memory import ROLLOUT_BYTES, planned_step_memory
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.planner import plan, with_times
@@ -27,7 +28,7 @@ from megagrpo.planner.costs.planned_memory import activation_elements, smallest_
 from megagrpo.planner.costs.shapes import num_parameters
 from megagrpo.planner.costs.workload import Lengths, average_bundle, expected_lengths, step_samples
 from megagrpo.planner.plan_text import rows_of, times_table
-from megagrpo.planner.times.control_plane import READ_TOKEN_SECONDS, REQUEST_SECONDS, control_seconds
+from megagrpo.planner.times.control_plane import READ_TOKEN_SECONDS, REQUEST_SECONDS, control_seconds, route_bytes
 from megagrpo.planner.times.generation_times import (
     DECODE_BANDWIDTH,
     DECODE_STEP_SECONDS,
@@ -45,7 +46,6 @@ from megagrpo.planner.times.pass_times import (
     fill,
     pass_seconds,
 )
-from megagrpo.planner.times.step_memory import ROLLOUT_BYTES, planned_step_memory, route_bytes
 from megagrpo.planner.times.step_times import step_times, sync_parts, sync_seconds
 
 REPOSITORY = Path(__file__).parents[3]

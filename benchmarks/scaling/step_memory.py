@@ -5,9 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 from megagrpo.config import RunConfig
-from megagrpo.families.hf_config import HfConfig
 from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE
-from megagrpo.planner.costs.shapes import layer_route_bytes
 from megagrpo.planner.costs.workload import Lengths, step_samples
 
 ROLLOUT_BYTES = 830  # of the objects of a scored rollout without its arrays and text
@@ -22,13 +20,6 @@ BATCH_TOKEN_BYTES = 57  # of a `RankBatch`: six rows of int64, two of float32, o
 
 
 ROUTE_ROUND_BYTES = 2**28  # of routes that a leader sends to others at once
-
-
-def route_bytes(config: RunConfig, model: HfConfig) -> int:
-    """Return the bytes of a token's routes in all layers, with `rollout.routing_replay: engine`."""
-    if model.experts is None or config.rollout.routing_replay != "engine":
-        return 0
-    return len(model.experts.blocks) * layer_route_bytes(model)
 
 
 def planned_step_memory(
