@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -11,13 +11,13 @@ from pydantic_core import PydanticUndefined
 from megagrpo.config import RunConfig
 from megagrpo.config.key_table import fields
 from megagrpo.platform.process.terminal import printable
-from megagrpo.proof.report.privacy import SECRET_KEY, Privacy
+from megagrpo.proof.report.privacy import SECRET_KEY, without_secrets
 from megagrpo.proof.report.shown_texts import text_of
 
 
-def rows(config: dict[str, Any], privacy: Privacy) -> list[list[Any]]:
+def rows(config: dict[str, Any]) -> list[list[Any]]:
     """Return [key, value, default, changed] of every key, in order. A key without a default, or that this version
-    lacks, has None there and counts as changed if it has a value. Values omit machine paths and credentials."""
+    lacks, has None there and counts as changed if it has a value. Values omit home directories and credentials."""
     defaults = {
         key: PydanticUndefined if info.is_required() else info.get_default(call_default_factory=True)
         for key, info in fields(RunConfig)
@@ -30,27 +30,10 @@ def rows(config: dict[str, Any], privacy: Privacy) -> list[list[Any]]:
         text = (
             "<credential>"
             if value and isinstance(value, str) and SECRET_KEY.search(key)
-            else privacy.text(_text(value))
+            else without_secrets(_text(value))
         )
         found.append([printable(key), text, default, changed])
     return found
-
-
-def tell_apart(configs: Sequence[dict[str, Any]], shown: Sequence[list[list[Any]]]) -> None:
-    """Number the values of several runs that differ and are shown alike because their paths are shortened, as in
-    "…/data/train.jsonl (2)". Changes `shown`, the rows of the configs."""
-    originals = [{printable(key): _text(value) for key, value in _flat(config)} for config in configs]
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for values, table in zip(originals, shown, strict=True):
-        for key, text, *_ in table:
-            alike = kinds.setdefault((key, text), [])
-            if values[key] not in alike:
-                alike.append(values[key])
-    for values, table in zip(originals, shown, strict=True):
-        for row in table:
-            alike = kinds[row[0], row[1]]
-            if len(alike) > 1:
-                row[1] += f" ({alike.index(values[row[0]]) + 1})"
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from megagrpo.config import ConfigError
 from megagrpo.config.basics.yaml_text import parse_yaml
-from megagrpo.proof.report.privacy import Privacy, privacy_of
 from megagrpo.records.checkpoints.run_files import COMPLETIONS
 from megagrpo.records.checkpoints.run_lock import LOCK
 
@@ -74,15 +73,6 @@ class RunFiles:
             str(task.get("name", "")): (task.get("rollout") or {}).get("num_generations", of_run) for task in tasks
         }
         return {name: size for name, size in sizes.items() if isinstance(size, int) and size > 0}
-
-    @cached_property
-    def privacy(self) -> Privacy:
-        """What the page of this run hides."""
-        try:
-            lock = (self.folder / LOCK).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            lock = ""
-        return privacy_of(self.folder, self.config, lock)
 
     @cached_property
     def responses(self) -> dict[int, StepLines]:

@@ -14,6 +14,7 @@ from megagrpo.platform.process.terminal import printable
 from megagrpo.proof.report import changed_settings
 from megagrpo.proof.report.collect import RunFiles
 from megagrpo.proof.report.findings import findings
+from megagrpo.proof.report.privacy import mapped, without_secrets
 from megagrpo.proof.report.reduce import curves, number, result, rows_per_point, state
 from megagrpo.proof.report.shown_responses import Chosen, choose
 from megagrpo.records.checkpoints.run_files import AXES
@@ -34,7 +35,6 @@ def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
     """Return the data of the runs. `static_bytes` of the page's limit are used by its code."""
     averaged = rows_per_point([run.steps for run in runs]), rows_per_point([run.evaluations for run in runs])
     described = [describe(run, *averaged) | {"label": label} for run, label in zip(runs, labels(runs), strict=True)]
-    changed_settings.tell_apart([run.config for run in runs], [one["config"] for one in described])
     used = static_bytes + len(json.dumps(described))  # compression of the head makes room for what is added below
     chosen: list[Chosen] = []
     for index, run in enumerate(runs):
@@ -63,14 +63,14 @@ def labels(runs: Sequence[RunFiles]) -> list[str]:
                 found[i] = (
                     tail if tail.endswith(f"/{names[i]}") else names[i] if tail == names[i] else f"{names[i]} ({tail})"
                 )
-    found = [printable(run.privacy.text(label)) for run, label in zip(runs, found, strict=True)]
+    found = [printable(without_secrets(label)) for label in found]
     return [
         f"{label} #{found[:i].count(label) + 1}" if found.count(label) > 1 else label for i, label in enumerate(found)
     ]
 
 
 def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) -> dict[str, Any]:
-    """Return everything that the page shows of a run but its responses. Only metrics and keys may name a machine."""
+    """Return everything that the page shows of a run but its responses. Metrics and keys are as the run wrote them."""
     start = run.last_start
     notes = {
         "name": printable(run.name),
@@ -84,11 +84,11 @@ def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) ->
         "device": printable(str(start.get("device") or "")),
         "findings": findings(run),
     }
-    return run.privacy.notes(notes) | {
+    return mapped(notes, without_secrets) | {
         "result": result(run),
         "training": _printable_names(curves(run.steps, steps_per_point)),
         "evaluations": _printable_names(curves(run.evaluations, evaluations_per_point)),
-        "config": changed_settings.rows(run.config, run.privacy),
+        "config": changed_settings.rows(run.config),
     }
 
 

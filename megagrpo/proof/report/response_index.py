@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megagrpo.proof.report.collect import STEP, WHOLE, Row, RunFiles, Span, lines_of, parsed
+from megagrpo.proof.report.privacy import clean_row
 from megagrpo.proof.report.reduce import number
 from megagrpo.records.checkpoints.run_files import COMPLETIONS
 
@@ -76,7 +77,7 @@ def index_steps(
         if begins and is_known is not None and is_known(row.get("prompt")):
             index.known.add(len(index) - 1)
     for place, row in _rows(run, TOKENS, found):
-        _add_tokens(found[row["step"]], run, row, place)
+        _add_tokens(found[row["step"]], row, place)
     return {step: index for step, index in found.items() if len(index)}
 
 
@@ -95,10 +96,10 @@ def rows_at(run: RunFiles, name: str, places: Iterable[int]) -> Iterator[Row | N
         for place in places:
             file.seek(place)
             row = parsed(file.readline(), name, run.damaged)
-            yield None if row is None else run.privacy.row(row)
+            yield None if row is None else clean_row(row)
 
 
-def _add_tokens(index: StepIndex, run: RunFiles, row: Row, place: int) -> None:
+def _add_tokens(index: StepIndex, row: Row, place: int) -> None:
     """Add a line of tokens to its response, unless it belongs to another one. The last line of a response counts."""
     sample = row.get("sample")
     if not isinstance(sample, int) or not 0 <= sample < len(index.places):
@@ -106,5 +107,5 @@ def _add_tokens(index: StepIndex, run: RunFiles, row: Row, place: int) -> None:
     if index.prompt_ids[index.group_of(sample)] != row.get("prompt_id"):
         return
     index.tokens.pop(sample, None)
-    if isinstance(run.privacy.row(row).get("tokens"), list):
+    if isinstance(clean_row(row).get("tokens"), list):
         index.tokens[sample] = place

