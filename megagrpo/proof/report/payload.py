@@ -39,7 +39,7 @@ def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
     chosen: list[Chosen] = []
     for index, run in enumerate(runs):
         share = (MAX_BYTES - used) // (len(runs) - index)
-        chosen.append(choose(run, max(0, share), set().union(*(one.prompts for one in chosen))))
+        chosen.append(choose(run, max(0, share)))
         used += sum(map(len, chosen[-1].chunks.values()))
         described[index]["responses"] = {
             "steps": [[s, *counts] for s, counts in chosen[-1].shown.items()],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,21 +25,18 @@ class StepIndex:
     rewards: array[float] = field(default_factory=lambda: array("d"))  # [responses]; NaN if there is none
     starts: array[int] = field(default_factory=lambda: array("Q"))  # [groups] first response
     prompt_ids: list[Any] = field(default_factory=list)  # [groups]
-    known: set[int] = field(default_factory=set)  # groups whose prompt another run shows
     tokens: dict[int, int] = field(default_factory=dict)  # response -> byte at which its line of tokens begins
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    def add(self, prompt_id: Any, reward: float | None, place: int, size: int | None) -> bool:
-        """Add the next response, and return whether it begins a group. `size` is that of full groups, if known."""
-        begins = not self.starts or prompt_id != self.prompt_ids[-1] or len(self.places) - self.starts[-1] == size
-        if begins:
+    def add(self, prompt_id: Any, reward: float | None, place: int, size: int | None) -> None:
+        """Add the next response. `size` is that of full groups, if known."""
+        if not self.starts or prompt_id != self.prompt_ids[-1] or len(self.places) - self.starts[-1] == size:
             self.starts.append(len(self.places))
             self.prompt_ids.append(prompt_id)
         self.places.append(place)
         self.rewards.append(math.nan if reward is None else reward)
-        return begins
 
     def responses(self, group: int) -> range:
         """Return the responses of a group."""
@@ -64,18 +61,12 @@ class StepIndex:
         return bisect_right(self.starts, response) - 1
 
 
-def index_steps(
-    run: RunFiles, steps: Sequence[int], size: int | None, is_known: Callable[[Any], bool] | None = None
-) -> dict[int, StepIndex]:
-    """Return the groups of the steps that have responses. `size` is the number of responses per prompt, if known;
-    `is_known` says of a prompt whether another run shows it."""
+def index_steps(run: RunFiles, steps: Sequence[int], size: int | None) -> dict[int, StepIndex]:
+    """Return the groups of the steps that have responses. `size` is the number of responses per prompt, if known."""
     found = {step: StepIndex() for step in steps}
     spans = [(run.responses[step].start, run.responses[step].stop) for step in steps]
     for place, row in _rows(run, COMPLETIONS, found, spans):
-        index = found[row["step"]]
-        begins = index.add(row.get("prompt_id"), number(row.get("reward")), place, size)
-        if begins and is_known is not None and is_known(row.get("prompt")):
-            index.known.add(len(index) - 1)
+        found[row["step"]].add(row.get("prompt_id"), number(row.get("reward")), place, size)
     for place, row in _rows(run, TOKENS, found):
         _add_tokens(found[row["step"]], row, place)
     return {step: index for step, index in found.items() if len(index)}

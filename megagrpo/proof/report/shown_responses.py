@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 from megagrpo.platform.process.terminal import printable
 from megagrpo.proof.report.collect import Row, RunFiles
 from megagrpo.proof.report.conversations import conversation_of
-from megagrpo.proof.report.privacy import clean_row
 from megagrpo.proof.report.reduce import number
 from megagrpo.proof.report.response_index import TOKENS, StepIndex, index_steps, rows_at
 from megagrpo.proof.report.shown_texts import messages_of, text_of
@@ -42,17 +41,15 @@ class Chosen:
     chunks: dict[int, str] = field(default_factory=dict)
     shown: dict[int, list[int]] = field(default_factory=dict)  # step -> [groups on the page, groups of the step]
     responses: list[int] = field(default_factory=lambda: [0, 0])  # responses on the page, responses of the run
-    prompts: set[str] = field(default_factory=set)  # keys of the prompts on the page
 
 
-def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
-    """Return the responses of the run that fit into `budget` bytes of the page. Groups of `prompts`, which other runs
-    on the page show, come first."""
+def choose(run: RunFiles, budget: int) -> Chosen:
+    """Return the responses of the run that fit into `budget` bytes of the page."""
     largest = max((step.count for step in run.responses.values()), default=1)
     steps = chosen_steps(run, sorted(run.responses), max(4, min(MAX_STEPS, MAX_RESPONSES // largest)))
     sizes = {*run.group_sizes.values()}
     size = sizes.pop() if len(sizes) == 1 else None
-    found = index_steps(run, steps, size, (lambda prompt: _key_of(run, prompt) in prompts) if prompts else None)
+    found = index_steps(run, steps, size)
     chosen, room = Chosen(), budget * 3 // 4  # base64 takes four characters for three bytes
     taken: dict[int, dict[int, bytes]] = {step: {} for step in found}
     token_room, searched = room * TOKEN_SHARE, 0
@@ -71,7 +68,6 @@ def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
             searched = 0
             taken[step][index] = packed
             chosen.responses[0] += len(group["responses"])
-            chosen.prompts.add(prompt_key(group))
         elif room < MIN_ROOM or (searched := searched + found[step].num_bytes(index)) > MAX_SEARCH:
             break
     for step, groups in taken.items():
@@ -106,7 +102,6 @@ def offers(groups: dict[int, StepIndex]) -> Iterator[tuple[int, int]]:
     """Yield (step, index of the group): the most interesting group of every step, then the second one, and so on.
 
     A round's steps are the last, the first, then steps between, so that a page with little room still covers the run.
-    Groups whose prompt another run shows come first.
     """
     steps = sorted(groups)
     # by the largest power of 2 in the index
@@ -152,25 +147,15 @@ def _common(one: list[Any], other: Any) -> int:
     )
 
 
-def _key_of(run: RunFiles, prompt: Any) -> str:
-    return prompt_key({"prompt": messages_of(clean_row({"prompt": prompt})["prompt"])})
-
-
-def prompt_key(group: dict[str, Any]) -> str:
-    """Return what identifies a prompt in the runs of a page: its text."""
-    return json.dumps(group["prompt"])
-
-
 def ranking(groups: StepIndex) -> list[int]:
-    """Return the indices of a step's groups by interest: with the prompt of another run, with tokens, then best and
-    worst, then by reward spread."""
+    """Return the indices of a step's groups by interest: with tokens, then best and worst, then by reward spread."""
     moments = [_moments(groups.rewards_of(group)) for group in range(len(groups))]
     by_mean = [mean for mean, _ in moments]
     extremes = {by_mean.index(max(by_mean)), by_mean.index(min(by_mean))} if moments else set()
     with_tokens = groups.with_tokens()
     return sorted(
         range(len(groups)),
-        key=lambda i: (i not in groups.known, i not in with_tokens, i not in extremes, -moments[i][1], i),
+        key=lambda i: (i not in with_tokens, i not in extremes, -moments[i][1], i),
     )
 
 

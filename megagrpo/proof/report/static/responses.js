@@ -8,49 +8,35 @@ const COLUMNS = [["reward", "reward"], ["advantage", "advantage"], ["length", "t
 function responsesSection(runs) {
   const recorded = runs.filter((run) => run.responses.steps.length);
   if (!recorded.length) return section("responses", "Responses", "completions.jsonl holds no responses, so there is nothing to show.");
-  const state = { run: recorded[0], together: null, place: recorded[0].responses.steps.length - 1, search: "", low: null, high: null, cut: false, mixed: false,
+  const state = { run: recorded[0], place: recorded[0].responses.steps.length - 1, search: "", low: null, high: null, cut: false, mixed: false,
     logged: false, order: "spread", key: null, down: true, color: "advantage", limit: PAGE_SIZE, groups: [] };
   const parts = { list: el("div", { class: "groups" }), count: el("p", { class: "count", "aria-live": "polite" }), legend: el("p", { class: "color-legend" }) };
   const left = el("p", { class: "note" });
   const update = () => showGroups(state, parts, update);
 
   async function load() {
-    const { together, run } = state, [step] = stepsOf(state)[state.place];
+    const { run } = state, [step] = stepsOf(state)[state.place];
     left.textContent = leftOut(state);
-    const groups = together ? together.at(step) : await groupsOf(run.index, step);
-    if (state.together !== together || state.run !== run || stepsOf(state)[state.place][0] !== step) return; // another choice was made meanwhile
+    const groups = await groupsOf(run.index, step);
+    if (state.run !== run || stepsOf(state)[state.place][0] !== step) return; // another choice was made meanwhile
     state.groups = groups;
     state.limit = PAGE_SIZE;
     update();
   }
 
   const steps = stepControls(state, load);
-  /** Show one run, or the groups of all runs side by side, at the step nearest to the current one. */
-  function show(run, together) {
+  /** Show a run, at the step nearest to the current one. */
+  function show(run) {
     const before = stepsOf(state)[state.place][0];
-    Object.assign(state, { run, together });
+    state.run = run;
     const places = stepsOf(state).map(([step], place) => [Math.abs(step - before), place]).sort((a, b) => a[0] - b[0]);
     state.place = places[0][1];
     steps.sync();
     load();
   }
-  let shared = null, picked = false;
-  const options = [["together", "side by side"], ...recorded.map((run) => [run.index, run.label])];
-  const chooser = recorded.length > 1 && choice("run", options, state.run.index, (name) => {
-    picked = true;
-    show(name === "together" ? state.run : recorded[recorded.findIndex((run) => run.index === name)], name === "together" ? shared : null);
-  });
+  const options = recorded.map((run) => [run.index, run.label]);
+  const chooser = recorded.length > 1 && choice("run", options, state.run.index, (name) => show(recorded.find((run) => run.index === name)));
   load();
-  if (chooser) {
-    const [button] = chooser.children;
-    button.disabled = true;
-    sharedPrompts(recorded).then((found) => {
-      shared = found;
-      button.disabled = !found;
-      button.title = found ? "" : "the page holds no prompt of two runs";
-      if (found && !picked) button.click();
-    });
-  }
   return section("responses", "Responses", "Every prompt of a step with its group of responses: what was rewarded, what was not, and how each token was seen.",
     el("div", { class: "filters" }, chooser, steps.node, filterControls(state, () => { state.limit = PAGE_SIZE; update(); })),
     el("div", { class: "colors" }, el("span", { class: "label" }, "colour by"), choice("colour by", COLORS.map(([name, label]) => [name, label]), state.color, (name) => {
@@ -59,21 +45,7 @@ function responsesSection(runs) {
     }), parts.legend), parts.count, parts.list, left);
 }
 
-const stepsOf = (state) => (state.together || state.run.responses).steps;
-
-/** The prompts that two or more runs have on the page: `steps` with such a prompt, and the groups of each run `at` a step; null without any.
- * A run that has a prompt in another step only shows it from the nearest one. */
-async function sharedPrompts(runs) {
-  const all = (await Promise.all(runs.flatMap((run) => run.responses.steps.map(async ([step]) =>
-    (await groupsOf(run.index, step)).map((group) => ({ ...group, run, step, key: JSON.stringify(group.prompt) })))))).flat();
-  const prompts = Map.groupBy ? Map.groupBy(all, (group) => group.key) : all.reduce((map, group) => map.set(group.key, [...(map.get(group.key) || []), group]), new Map());
-  const found = [...prompts.values()].filter((groups) => new Set(groups.map(({ run }) => run)).size > 1);
-  if (!found.length) return null;
-  const steps = [...new Set(found.flat().map(({ step }) => step))].sort((a, b) => a - b).map((step) => [step]);
-  const nearest = (groups, run, step) => groups.filter((group) => group.run === run).sort((a, b) => Math.abs(a.step - step) - Math.abs(b.step - step))[0];
-  return { steps, at: (step) => found.filter((groups) => groups.some((group) => group.step === step))
-    .flatMap((groups) => runs.map((run) => nearest(groups, run, step)).filter(Boolean)) };
-}
+const stepsOf = (state) => state.run.responses.steps;
 
 /** Slider and buttons that choose a recorded step. */
 function stepControls(state, load) {
@@ -146,15 +118,14 @@ function showGroups(state, parts, update) {
   const groups = filtered(state), all = state.groups.reduce((sum, group) => sum + group.responses.length, 0);
   const shown = groups.reduce((sum, group) => sum + group.responses.length, 0);
   const logged = groups.some((group) => group.responses.some((response) => response.tokens));
-  const cards = state.together ? [...new Set(groups.map(({ key }) => key))].map((key) => groups.filter((group) => group.key === key)) : groups.map((group) => [group]);
-  parts.count.textContent = `${shown} of ${all} responses in ${groups.length} of ${state.groups.length} groups` + (state.together ? `, of prompts that several runs have` : "") +
+  parts.count.textContent = `${shown} of ${all} responses in ${groups.length} of ${state.groups.length} groups` +
     (BY_TOKEN.has(state.color) && !logged ? ". None of them has logged tokens: see run.log_tokens_groups." : "");
   parts.legend.replaceChildren(...colorLegend(state.color, groups).filter(Boolean));
   const scale = scaleOf(state.groups);
-  parts.list.replaceChildren(...cards.slice(0, state.limit).map((groups) => groupCard(groups, state, scale, update)));
-  if (cards.length > state.limit) {
+  parts.list.replaceChildren(...groups.slice(0, state.limit).map((group) => groupCard(group, state, scale, update)));
+  if (groups.length > state.limit) {
     const more = () => { state.limit += PAGE_SIZE; update(); };
-    parts.list.append(el("button", { type: "button", class: "more", on: { click: more } }, `show ${plural(Math.min(PAGE_SIZE, cards.length - state.limit), state.together ? "more prompt" : "more group")}`));
+    parts.list.append(el("button", { type: "button", class: "more", on: { click: more } }, `show ${plural(Math.min(PAGE_SIZE, groups.length - state.limit), "more group")}`));
   }
 }
 
@@ -165,17 +136,14 @@ function scaleOf(groups) {
   return { low: Math.min(0, ...rewards), high: Math.max(0, ...rewards), advantage: Math.max(1e-9, ...advantages) };
 }
 
-/** A prompt with its group of responses, or with one group per run. */
-function groupCard(groups, state, scale, update) {
-  const [group] = groups, last = group.prompt.at(-1) || ["", ""], before = group.prompt.slice(0, -1);
+/** A prompt with its group of responses. */
+function groupCard(group, state, scale, update) {
+  const last = group.prompt.at(-1) || ["", ""], before = group.prompt.slice(0, -1);
   const prompt = el("div", { class: "prompt" },
     before.length > 0 && el("details", {}, el("summary", {}, plural(before.length, "earlier message")),
       before.map(([role, text]) => el("div", { class: "turn" }, el("b", {}, role || "?"), el("span", { dir: "auto" }, text)))),
     clamped(el("p", { dir: "auto" }, last[1]), last[1]));
-  const single = !state.together;
-  return el("article", { class: "group" }, el("header", {}, prompt, single && groupMeta(group, scale)), single ? responseTable(group, state, scale, update) :
-    el("div", { class: "together" }, groups.map((one) => el("section", { "aria-label": one.run.label }, el("header", {}, el("h4", {}, el("i", { class: "dot", style: { background: runColorVariable(one.run.index) } }), one.run.label,
-      el("span", { class: "quiet" }, `step ${short(one.step, 8)}`)), groupMeta(one, scale)), responseTable(one, state, scale, update)))));
+  return el("article", { class: "group" }, el("header", {}, prompt, groupMeta(group, scale)), responseTable(group, state, scale, update));
 }
 
 /** The rewards of a group in one line. */
@@ -188,7 +156,7 @@ function groupMeta(group, scale) {
 
 function responseTable(group, state, scale, update) {
   const functions = [...new Set(group.responses.flatMap((response) => Object.keys(response.rewards)))];
-  const extra = functions.length > 1 && !state.together ? functions : [];
+  const extra = functions.length > 1 ? functions : [];
   const head = ([key, label]) => {
     const sorted = state.key === key ? (state.down ? "descending" : "ascending") : "none";
     return el("th", { scope: "col", class: "number", "aria-sort": sorted }, el("button", { type: "button", "data-key": key, on: { click: () => {
@@ -237,7 +205,6 @@ function clamped(node, text, conversation) {
 
 /** What of the run is not on the page. */
 function leftOut(state) {
-  if (state.together) return "Each run shows a prompt from the step chosen above, or from the nearest step that the page holds.";
   const { steps, count } = state.run.responses, [, shown, all] = steps[state.place];
   const parts = [];
   if (shown < all) parts.push(`This page holds ${shown} of the ${all} groups of this step: those with logged tokens, the best, the worst, and those with the largest spread.`);

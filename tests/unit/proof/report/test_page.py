@@ -461,16 +461,11 @@ def test_two_evaluations_come_after_the_curves(twins):
     assert chart_order(twins)[0] == "chart-reward" and chart_order(twins)[-1] == "chart-evaluation"
 
 
-def test_the_responses_of_two_runs_to_a_prompt_are_side_by_side(twins):
-    twins.until(lambda: twins.all(".together"))
-    assert len(twins.all(".group")) == len(twins.all(".together")) == 3
-    assert twins.texts(".group:first-of-type h4") == ["new/twinstep 4", "old/twinstep 4"]
-    tables = twins.texts(".group:first-of-type tbody")
-    assert len(tables) == 2 and tables[0] != tables[1]
-    left, right = (e.rect for e in twins.all(".group:first-of-type .together > section"))
-    assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"] + 1
-    twins.click("#responses .step button", "←")
-    twins.until(lambda: twins.texts(".group:first-of-type h4") == ["new/twinstep 3", "old/twinstep 3"])
+def test_the_responses_of_each_run_are_chosen_by_its_label(twins):
+    first = twins.texts(".group:first-of-type tbody")
+    twins.click("#responses .filters button", "old/twin")
+    twins.until(lambda: twins.texts(".group:first-of-type tbody") != first)
+    assert len(twins.all(".group")) == 3
     calm(twins)
 
 
