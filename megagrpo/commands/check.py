@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from megagrpo.trainer.data_checks.gold_trial import RewardTrial
     from megagrpo.trainer.dry_run import DryRun
 
-BINS, BAR_LENGTH = 6, 40  # rows of a histogram, and characters of its longest bar
 SHOWN_LINES, SHOWN_WIDTH = 24, 96  # of a rendered prompt
 
 
@@ -79,7 +78,6 @@ def source_text(source: SourceTrial, rollout: RolloutSection) -> str:
         f"  columns   {source.prompt_column} (prompt), for rewards: {', '.join(source.columns) or 'none'}",
         f"  tokens    min {min(lengths)}, median {statistics.median(lengths):g}, max {max(lengths)}; limit "
         f"{source.limit} (rollout.max_prompt_length)",
-        *histogram(lengths),
         *[f"  opened    `{source.opened.strip()}`: a response continues the thought that the prompt has opened{limit}"]
         * bool(source.opened),
         *[f"  opened    no thought: a response may begin with one{limit}"] * bool(limit and not source.opened),
@@ -105,19 +103,6 @@ def _dropped(source: SourceTrial) -> str:
         f"{source.num_overlong} of {len(source.lengths)}: longer than the limit, first row {first} "
         "(data.overlong_prompts)"
     )
-
-
-def histogram(lengths: list[int]) -> list[str]:
-    """Return one line per range of lengths, with a bar and the number of prompts."""
-    low, high = min(lengths), max(lengths)
-    width = (high - low) // BINS + 1
-    counts = [sum(start <= length < start + width for length in lengths) for start in range(low, high + 1, width)]
-    lines = []
-    for start, count in zip(range(low, high + 1, width), counts, strict=True):
-        name = f"{start}-{min(start + width - 1, high)}" if width > 1 else f"{start}"
-        bar = "#" * max(round(BAR_LENGTH * count / max(counts)), int(count > 0))
-        lines.append(f"    {name:>11}  {bar} {count}".rstrip())
-    return lines
 
 
 def rewards_text(result: DryRun) -> str:

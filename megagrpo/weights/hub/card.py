@@ -1,4 +1,4 @@
-"""The model card of an export: README.md with the hub's metadata, the training, its rewards and its curve."""
+"""The model card of an export: README.md with the hub's metadata, the rewards, their curve, and the config."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def model_card(
     )
     sections = [f"# {code(config.run.name if config else name)}", _summary(facts, base, adapter)]
     if facts is not None:
-        sections += [*_training(facts.config), *_rewards(facts), *_curve(facts.steps), *_evaluation(facts.evaluations)]
+        sections += [*_rewards(facts), *_curve(facts.steps), *_evaluation(facts.evaluations)]
     versions = [(package, code(version)) for package in CARD_PACKAGES if (version := installed_version(package))]
     sections += ["## Versions", table(("package", "version when exported"), versions)]
     if config is not None:
@@ -144,31 +144,6 @@ def _summary(facts: RunFacts | None, base: str | None, adapter: bool) -> str:
         return f"{text} Base model: {code(base)}." if base else text
     what = "A LoRA adapter for" if adapter else "A model that started from"
     return f"{what} {code(base or facts.config.model.path)}, trained for {facts.step} steps of GRPO by megagrpo."
-
-
-def _training(config: RunConfig) -> list[str]:
-    algorithm, rollout, train, lora = config.algorithm, config.rollout, config.train, config.lora
-    sizes = config.parallel.model_dump(exclude_defaults=True)
-    above = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
-    rows: list[tuple[str, object]] = [
-        ("data", _without_folder(config.data.train.source)),
-        ("loss", algorithm.loss_type if ":" not in algorithm.loss_type else _without_folder(algorithm.loss_type)),
-        ("KL weight `beta`", f"{algorithm.beta:g}"),
-        ("reference", _without_folder(config.model.reference_path or config.model.path) if algorithm.beta else "none"),
-        ("clip range", f"{algorithm.epsilon:g}, {above:g} above"),
-        ("advantages scaled by", algorithm.scale_rewards),
-        ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type.rpartition(':')[2]}"),
-        ("optimizer", train.optimizer.rpartition(":")[2]),
-        ("prompts per step", rollout.prompts_per_step),
-        ("responses per prompt", " or ".join(map(str, sorted({*config.group_sizes.values()})))),
-        ("longest response", f"{config.max_response_length} tokens"),
-        ("temperature", f"{rollout.temperature:g}"),
-        ("precision", config.model.precision),
-        ("layout", ", ".join(f"{key} {value}" for key, value in sizes.items()) or "one rank per model copy"),
-    ]
-    if lora.enabled:
-        rows.append(("LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}"))
-    return ["## Training", table(("setting", "value"), [(name, code(value)) for name, value in rows])]
 
 
 def _rewards(facts: RunFacts) -> list[str]:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from megagrpo.__main__ import main
-from megagrpo.commands.check import histogram
 from tests.unit.commands.byte_model import TEMPLATE, save_byte_model
 from tests.unit.for_each import for_each
 
@@ -227,13 +226,6 @@ def test_the_tools_of_a_conversation_are_shown_and_rendered(folder, capsys):
     assert check(folder, *words) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "tools: add" in out and "    | add <|start|>user" in out
-
-
-def test_a_histogram_covers_every_length_once():
-    for lengths in ([7], [1, 2, 3], [10, 12, 28, 68], list(range(100))):
-        lines = histogram(lengths)
-        assert len(lines) <= 7 and sum(int(line.split()[-1]) for line in lines) == len(lengths)
-        assert all(len(line) < 100 for line in lines)
 
 
 def test_prompts_that_are_rendered_already_are_a_warning(folder, capsys):
