@@ -19,6 +19,7 @@ data: {train: {source: rows.jsonl}, eval: {source: held_out.jsonl}, prompt_colum
 rewards: {functions: [{function: code_execution}, {function: mine.py:form, weight: 0.5}]}
 sampling: {temperature: 0.5}
 """
+GAME = "tasks.code.multi_turn.environment=mine.py:Game"
 
 
 @pytest.fixture
@@ -59,6 +60,16 @@ def test_a_task_of_text_beside_a_task_with_images_has_no_tower_and_may_have_an_a
     more = ["data.images=true", "model.freeze_vision_tower=false", "tasks.code.data.images=false"]
     config = load_config(run, [*more, "tasks.code.multi_turn.agent.function=a.py:f"])
     assert [task.config.data.images for task in config.each_task] == [True, False] and config.towers == "trained"
+
+
+def test_only_tasks_that_have_what_advantages_compare_compare_it(run):
+    tokens = "tasks.code.rewards.functions=[{function: mine.py:form, per: token}]"
+    for by, part in dict(token=tokens, process=tokens, turn=GAME, state=GAME).items():
+        weight = "turn_advantage_weight" if part == GAME else "token_advantage_weight"
+        config = load_config(run, [f"algorithm.advantage_by={by}", f"algorithm.{weight}=0.5", part])
+        math, code = (task.config.algorithm for task in config.each_task)
+        assert (math.advantage_by, getattr(math, weight)) == ("trajectory", 1), by
+        assert (code.advantage_by, getattr(code, weight)) == (by, 0.5)
 
 
 def test_a_run_without_tasks_is_one_task(run):
