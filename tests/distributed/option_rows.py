@@ -23,7 +23,6 @@ from megagrpo.proof.verify.verify_compare import compare, distances, silent_tens
 from megagrpo.train_types import TrainSample
 
 MAX_RANKS = 4
-TIMES = 2  # how often each value occurs in the rows of the default suite
 LARGEST = ParallelSection(tp=2, pp=2, vpp=2, ep=2, etp=2)
 IMAGES = "qwen3_vl"
 LOSSES: dict[str, dict[str, Any]] = {
@@ -152,14 +151,13 @@ def rows() -> tuple[Row, ...]:
 
 @functools.cache
 def few_rows() -> tuple[Row, ...]:
-    """Rows of `rows()` on few ranks, in which each value of each axis occurs `TIMES` times."""
-    left = {(axis, value): TIMES for axis, values in AXES.items() for value in values}
-    others = list(rows())
-    while any(count > 0 for count in left.values()) and others:
-        best = max(others, key=lambda row: sum(left[pair] > 0 for pair in row.items()) / (ranks(row) + 1))
-        others.remove(best)
-        left = {pair: count - (best[pair[0]] == pair[1]) for pair, count in left.items()}
-    return tuple(row for row in rows() if row not in others)
+    """Rows of `rows()` on few ranks, in which each value of each axis occurs."""
+    left = {(axis, value) for axis, values in AXES.items() for value in values}
+    chosen = []
+    while left:
+        chosen.append(max(rows(), key=lambda row: len(left & row.items()) / (ranks(row) + 1)))
+        left -= chosen[-1].items()
+    return tuple(row for row in rows() if row in chosen)
 
 
 @functools.cache

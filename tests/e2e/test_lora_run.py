@@ -115,7 +115,7 @@ def test_the_servers_of_a_run_judge_its_responses_with_the_policy_and_with_the_r
     pairwise = "{function: pairwise, timeout: 100, args: {judge: reference, opponents: 2, %s}}"
     functions = f"rewards.functions=[{rubric}, {pairwise}]" % (common, common)
     words = (f"model.path={model}", *LORA, "lora.sync=adapter", functions, "run.max_steps=1", "debug.dump_steps=[1]")
-    run = world.train(tmp_path, *words, "rollout.prompts_per_step=2", "rollout.num_generations=4", launched=True)
+    run = world.train(tmp_path, *words, "rollout.prompts_per_step=1", "rollout.num_generations=4", launched=True)
     assert run.code == 0, run.err
     (line,) = run.metrics
     for name in ("rubric", "pairwise"):

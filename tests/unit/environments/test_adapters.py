@@ -202,29 +202,25 @@ def test_tools_of_an_mcp_server_have_the_package_s_schemas_and_errors(responders
     assert "fail" in json.loads(used(table, one, "fail"))["error"] and not one.ended
 
 
-def test_an_mcp_server_per_response(responders, notes):  # noqa: F811
-    table, both = responders(notes), [conversation(0), conversation(1)]
-    each(table.begin, both)
-    told = [used(table, one, "add", text="a") for one in both] + [used(table, both[0], "add", text="b")]
-    assert [text.split()[0] for text in told] == ["1", "1", "2"]
-    (messages,) = each(table.use_tools, [both[1]], [[call("add", text="b"), call("add", text="c")]])
-    assert [m["content"].split()[0] for m in messages] == ["2", "3"]  # two calls in one turn
-    assert not both[0].ended
-    pids = {int(text.split()[-1]) for text in told}
-    assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
-    each(table.finish, both)
-    gone(*pids)
-
-
-def test_an_mcp_server_that_hangs_or_dies_costs_its_response_only(responders, notes):  # noqa: F811
+def test_a_response_has_an_mcp_server_that_costs_it_alone_when_it_hangs_or_dies(responders, notes):  # noqa: F811
     table = responders(notes, timeout=5.0)
-    hangs, dies, lives = every = [conversation(number) for number in range(3)]
+    assert [t["function"]["name"] for t in table.tools] == ["add", "die", "hang"]  # of three pages
+    hangs, dies, lives, last = every = [conversation(number) for number in range(4)]
     each(table.begin, every)
-    pids = [int(used(table, one, "add", text="a").split()[-1]) for one in every]
+    told = [used(table, one, "add", text="a") for one in every] + [used(table, last, "add", text="b")]
+    assert [text.split()[0] for text in told] == ["1", "1", "1", "1", "2"]
+    (messages,) = each(table.use_tools, [lives], [[call("add", text="b"), call("add", text="c")]])
+    assert [m["content"].split()[0] for m in messages] == ["2", "3"]  # two calls in one turn
+    pids = [int(text.split()[-1]) for text in told]
+    assert len({*pids}) == 4 and all(map(psutil.pid_exists, pids))
     assert "the MCP server has ended" in used(table, dies, "die")
     assert "no answer in time" in used(table, hangs, "hang")
-    assert [one.ended for one in every] == ["failed", "failed", ""] and used(table, lives, "add", text="a")[0] == "2"
     gone(*pids[:2])
+    assert [one.ended for one in every] == ["failed", "failed", "", ""] and used(table, lives, "add", text="a")[
+        0
+    ] == "4"
+    each(table.finish, [lives, last])
+    gone(*pids)
 
 
 @pytest.mark.full
@@ -246,10 +242,6 @@ def test_mcp_tools_without_an_environment_are_shared_and_come_back_after_a_crash
     assert [used(table, one, "add", text="a").split()[0] for _ in range(2)] == ["1", "2"]
     assert "has ended" in used(table, one, "die") and not one.ended
     assert used(table, one, "add", text="a").split()[0] == "1"
-
-
-def test_all_pages_of_an_mcp_servers_tools_are_listed(responders, notes):  # noqa: F811
-    assert [t["function"]["name"] for t in responders(notes).tools] == ["add", "die", "hang"]
 
 
 def test_an_mcp_command_that_does_not_start_is_refused(responders):  # noqa: F811
@@ -279,7 +271,7 @@ def answering(process: subprocess.Popen, port: int) -> str:
     raise AssertionError("the server does not answer")
 
 
-@pytest.mark.parametrize(("package", "module"), [("gymnasium", "gymnasium_env"), ("mcp", "mcp_server")])
+@pytest.mark.parametrize(("package", "module"), usual([("gymnasium", "gymnasium_env"), ("mcp", "mcp_server")], 1))
 def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, package, module):
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("raise ImportError('absent')")

@@ -69,15 +69,6 @@ async def both(prompt):
         messages = [{"role": "user", "content": prompt}]
         asked = [model.chat.completions.create(model="m", messages=messages) for _ in range(2)]
         return len(await asyncio.gather(*asked))
-
-
-def hasty(prompt):
-    try:
-        openai.OpenAI(timeout=0.2, max_retries=0).chat.completions.create(
-            model="m", messages=[{"role": "user", "content": prompt}]
-        )
-    except openai.APITimeoutError:
-        return 1.0
 '''
 PLAIN = '''
 """Agents of the tests that need no package to talk to the address: `openai` takes half a second to import."""
@@ -95,10 +86,10 @@ from urllib.parse import urlsplit
 print("imported")
 
 
-def requested(method, path, body=None):
+def requested(method, path, body=None, timeout=None):
     """What the address responds."""
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
-    connection = http.client.HTTPConnection(url.hostname, url.port)
+    connection = http.client.HTTPConnection(url.hostname, url.port, timeout=timeout)
     keys = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     connection.request(method, url.path + path, json.dumps(body), keys)
     answer = connection.getresponse()
@@ -122,6 +113,21 @@ def names_roles(prompt, client):
 
     asked = client.role("solver").model, ask_judge()
     return {"solver": 1.0, "judge": float(asked == describe())}
+
+
+def again(prompt, client, answer):
+    messages = [{"role": "user", "content": prompt}]
+    for _ in range(2):
+        reply = asks(messages)
+        messages += [reply, {"role": "user", "content": "again"}]
+    return float(reply["content"] == answer)
+
+
+def hasty(prompt):
+    try:
+        requested("POST", "/chat/completions", {"messages": [{"role": "user", "content": prompt}]}, 0.2)
+    except TimeoutError:
+        return 1.0
 
 
 def plays(prompt, client, rewards, roles=("x", "o", "x")):
@@ -463,9 +469,9 @@ def test_a_failure_costs_its_own_conversation_and_is_counted(agents_of, policy, 
 
 
 def test_a_parameter_that_is_no_column_is_refused_by_name(agents_of):
-    with agents_of("twice") as agents:
+    with agents_of("again") as agents:
         agents.agent.check_columns(["answer", "other"])
-        said = "multi_turn.agent: `twice` needs column `answer`; the data set has answers; did you mean `answers`"
+        said = "multi_turn.agent: `again` needs column `answer`; the data set has answers; did you mean `answers`"
         with pytest.raises(ValueError, match=said):
             agents.agent.check_columns(["answers"])
     for name in ("silent", "asks", "optional"):
@@ -535,7 +541,7 @@ def test_an_agent_without_a_turn_gets_its_token_after_the_last_turn_too(agents_o
 
 def test_an_engine_that_fails_ends_the_conversation_with_its_error(agents_of, policy):
     policy.error = OSError("no server is left")
-    with agents_of("twice") as agents, pytest.raises(OSError, match="no server is left"):
+    with agents_of("again") as agents, pytest.raises(OSError, match="no server is left"):
         conversed(agents, lambda: policy.seat(columns={"answer": "two"}))
 
 
@@ -552,7 +558,7 @@ def test_a_trial_shows_the_first_request_of_an_agent(agents_of, tokenizer, monke
         asked = Prompt(5, (1,), "What?", {"answer": "two"})
         return Trajectory(asked, 0, Renderer(tokenizer, HERMES), 4000, 3000)
 
-    with agents_of("twice") as agents:
+    with agents_of("again") as agents:
         ids = agent_module.first_request(agents.agent, trajectory())
     assert tokenizer.decode(ids, special=True).startswith("<|im_start|>user\nWhat?<|im_end|>")
     with agents_of("silent") as agents, pytest.raises(ValueError, match="on row 5: it asked the policy for nothing"):
@@ -862,11 +868,11 @@ def test_the_end_of_a_conversation_cancels_its_turns(policy):
 
 def test_a_template_that_drops_thoughts_gives_samples_that_the_counts_name(agents_of, policy):
     policy.script = ["<think>x</think>one", "<think>y</think>two"]
-    with agents_of("twice") as agents:
+    with agents_of("again") as agents:
         (rollout,) = conversed(agents, lambda: policy.seat(template=QWEN3, columns={"answer": "<think>y</think>two"}))
     assert rollout.dialogue.counts == {"agents/branches/template": 1}
     assert rollout.text == "<think>y</think>two" and [b.text for b in rollout.branches] == ["<think>x</think>one"]
-    assert rollout.dialogue.rewards == {"twice": 1.0} and len(rollout.prompt.messages) == 3
+    assert rollout.dialogue.rewards == {"again": 1.0} and len(rollout.prompt.messages) == 3
 
 
 # ------------------------------------------------------------------------------------------------- in a DialogueEngine
