@@ -8,10 +8,10 @@ import types
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megagrpo.config import RunConfig, load_config
 from megagrpo.config.key_table import fields
-from tests.unit import shown_by, shown_by_peers
 from tests.unit.for_each import for_each
 
 DOCS, TESTS = Path(__file__).parents[2] / "docs", Path(__file__).parents[1]
@@ -23,9 +23,7 @@ ARGS = "rewards.functions.N.args"
 WITHOUT_KL = [f"coming_from_{name}.md" for name in ("trl", "slime", "prime_rl", "areal")]  # as their recipes
 # a row without a counterpart, with its reason
 NO = re.compile(r"no: .+|(?:no|not there), (?:not yet(?:: .+)?|use .+)")
-SHOWN_BY = shown_by.KEYS | shown_by_peers.KEYS
-SAYS = shown_by.SAYS | shown_by_peers.SAYS
-DIFFERS = shown_by.DIFFERS | shown_by_peers.DIFFERS
+SHOWN_BY, SAYS, DIFFERS = yaml.safe_load((TESTS / "data" / "shown_by.yaml").read_text()).values()
 
 
 def table(page: str) -> list[tuple[list[str], str]]:
@@ -82,8 +80,8 @@ def differences(page: str) -> list[tuple[str, str]]:
     return [(first, rest) for first, rest in rows[1:]]
 
 
-def each_of(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry
+def each_of(entry: str | list[str]) -> list[str]:
+    return [entry] if isinstance(entry, str) else entry
 
 
 @functools.cache
