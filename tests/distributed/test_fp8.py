@@ -148,7 +148,9 @@ def model(shape: str):
 @functools.cache
 def one_process(shape: str, recipe: str, tokens: int = 64) -> Outcome:
     """One process's step with micro-batches of at most this number of tokens."""
-    settings = plainly(config({}, recipe, dict(max_tokens_per_micro_batch=tokens)))
+    settings = plainly(config({}, recipe))
+    train = settings.train.model_copy(update=dict(max_tokens_per_micro_batch=tokens))
+    settings = settings.model_copy(update=dict(train=train))
     (found,) = run_ranks(take_step, 1, settings, model(shape), few_samples())
     assert silent_tensors(found) == []
     return found

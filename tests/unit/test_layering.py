@@ -106,10 +106,16 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file."""
+    return [*ast.walk(tree_of(path))]
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Every absolute dotted name that a file imports: at its top, inside a function or for annotations."""
     names = set()
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -224,35 +230,34 @@ def test_every_assertion_has_a_message():
     found = [
         f"{inside(path)}:{node.lineno}"
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Assert) and node.msg is None
     ]
     assert found == []
 
 
-def run_time_imports(path: Path, modules: dict[str, Path]) -> set[str]:
+@functools.cache
+def run_time_imports(path: Path) -> set[str]:
     """The modules of this package that a file imports when it runs, at its top or inside a function."""
-    tree = tree_of(path)
     typing_only = {
         id(node)
-        for block in ast.walk(tree)
+        for block in nodes_of(path)
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
         for node in block.body
     }
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and id(node) not in typing_only:
             names |= {
-                full if (full := f"{node.module}.{alias.name}") in modules else str(node.module) for alias in node.names
+                full if (full := f"{node.module}.{alias.name}") in MODULES else str(node.module) for alias in node.names
             }
-    return names & modules.keys()
+    return names & MODULES.keys()
 
 
 def test_no_cycle_of_modules_hides_behind_a_lazy_import():
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
-    graph = {name: run_time_imports(path, modules) - {name, "megagrpo"} for name, path in modules.items()}
+    graph = {name: run_time_imports(path) - {name, "megagrpo"} for name, path in MODULES.items()}
     assert sum(map(len, graph.values())) > 1000
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
 
@@ -262,9 +267,7 @@ def test_no_module_imports_a_family():
     folder = ROOT / "megagrpo" / "families"
     text = re.compile(r"^\w+ = (?:Family|replace)\(", re.MULTILINE)
     families = {name for name, path in MODULES.items() if folder in path.parents and text.search(path.read_text())}
-    found = {
-        name for name, path in MODULES.items() if families & (run_time_imports(path, MODULES) - {name, "megagrpo"})
-    }
+    found = {name for name, path in MODULES.items() if families & (run_time_imports(path) - {name, "megagrpo"})}
     assert len(families) > 15 and found == {"megagrpo.families.family_index"}
 
 
@@ -343,7 +346,7 @@ def test_one_module_removes_files_and_folders():
     removing = {"rmtree", "unlink", "rmdir", "removedirs", "TemporaryDirectory"}
     found = set()
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("os.remove", "shutil.move") or called.rpartition(".")[2] in removing:
                 found.add((str(inside(path)), called))
@@ -400,7 +403,7 @@ def test_functions_stay_short_enough_to_read():
     functions = [
         (f"{inside(path)}:{node.name}", node.end_lineno - node.lineno + 1, branches(node))
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name != A_KERNEL
     ]
     assert len(functions) > 3000
@@ -416,7 +419,7 @@ def config_takers(path: Path, sections: set[str]) -> list[str]:
     """The functions of a file that have a parameter that is the config or one of its sections, and such fields of its
     classes."""
     takers = []
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             takers += [node.name] if any(names_in(each.annotation) & sections for each in parameters) else []
@@ -437,7 +440,7 @@ def test_what_a_rank_runs_takes_values_rather_than_the_config():
             files.add(path)
             pending += targets(path)
     config = {path for path in FILES if place(path)[0] == "config"}
-    classes = {node.name for path in config for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)}
+    classes = {node.name for path in config for node in nodes_of(path) if isinstance(node, ast.ClassDef)}
     sections = {name for name in classes if name == "RunConfig" or name.endswith("Section")}
     takers = {str(inside(path)): config_takers(path, sections) for path in files - config}
     assert len(files) > 300 and len(sections) > 10

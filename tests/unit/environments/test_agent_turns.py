@@ -69,11 +69,12 @@ def streams(prompt, folder, route, stop, tools):
 '''
 
 
-@pytest.fixture
-def agent(tmp_path, request):
-    name = getattr(request, "param", "run")
-    (tmp_path / "mine.py").write_text(AGENT)
-    with Responders(MultiTurnSection(agent=f"{tmp_path}/mine.py:{name}", workers=1), tmp_path) as responders:
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory, request):
+    """An agent in one worker for all tests: `openai` takes half a second to import."""
+    folder, name = tmp_path_factory.mktemp("agent"), getattr(request, "param", "run")
+    (folder / "mine.py").write_text(AGENT)
+    with Responders(MultiTurnSection(agent=f"{folder}/mine.py:{name}", workers=1), folder) as responders:
         yield responders
 
 
