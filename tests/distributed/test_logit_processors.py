@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_policy import Case, few_samples, tiny_model, tiny_run
 
 from megagrpo.data.packing.sample_packing import PackingRules, build_micro_batch
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
-from megagrpo.proof.verify.verified_step import take_step
 from megagrpo.train_types import RefHead, TrainSample
 from megagrpo.types import SamplingParams
 
@@ -170,33 +168,3 @@ def sharded(name: str) -> float:
 @pytest.mark.parametrize("tp", [2, 3])
 def test_over_shards_they_are_the_same(tp, name):
     assert max(run_ranks(sharded, tp, name)) < 1e-10
-
-
-LAYOUTS = [Case("tp2", 2, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2", 4, dict(cp=2, pp=2))]
-
-
-def step_of(parallel: dict):
-    rollout = dict(temperature=0.8, logit_bias={3: 2.0}, repetition_penalty=1.3)
-    config = tiny_run(parallel, rollout=rollout, algorithm=dict(beta=0.1, loss_type="grpo"))
-    outcome = take_step(config, tiny_model("qwen2_untied"), few_samples())
-    return outcome and (
-        outcome.metrics,
-        outcome.logprobs.numpy(),
-        {name: g.numpy() for name, g in outcome.gradients.items()},
-    )
-
-
-@pytest.fixture(scope="module")
-def one():
-    return run_ranks(step_of, 1, {})[0]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_every_layout_takes_the_same_step(case, one):
-    metrics, logprobs, gradients = run_ranks(step_of, case.ranks, case.parallel)[0]
-    assert metrics == pytest.approx(one[0], rel=1e-4, abs=1e-5)
-    assert logprobs == pytest.approx(one[1], abs=1e-4)
-    for name, gradient in gradients.items():
-        wanted = torch.from_numpy(one[2][name])
-        assert (torch.from_numpy(gradient) - wanted).norm() <= 1e-4 * wanted.norm(), name

@@ -64,13 +64,6 @@ def check(row: dict, replay: str) -> None:
     assert {name: found.metrics.get(name) for name in agreement} == pytest.approx(agreement, abs=1e-9)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("replay", ["engine", "trainer"])
-@pytest.mark.parametrize("options", FEW, ids=str)
-def test_a_step_with_replay_is_the_same_in_this_layout(options, replay):
-    check(row_of(**options), replay)
-
-
 def test_layers_with_experts_may_run_again_on_their_own():
     row = row_of(pp=2, recompute="selective")
     settings = config(row)

@@ -5,12 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_policy import Case, few_samples, tiny_model, tiny_run
 
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.policy.lm_head.vocab_truncation import TruncationsOfTokens
-from megagrpo.proof.verify.verified_step import take_step
 from megagrpo.types import NO_TRUNCATION, Truncation
 from tests.naive_truncation import truncated_log_softmax
 
@@ -140,33 +138,3 @@ def sharded(vocab_size: int, name: str) -> tuple[float, float]:
 def test_over_shards_they_are_the_same(tp, vocab_size, name):
     for error, padding in run_ranks(sharded, tp, vocab_size, name):
         assert error < 1e-10 and padding == 0
-
-
-LAYOUTS = [Case("tp2", 2, dict(tp=2, sequence_parallel=True)), Case("cp2 pp2", 4, dict(cp=2, pp=2))]
-
-
-def step_of(parallel: dict):
-    rollout = dict(temperature=0.8, top_p=0.7, top_k=40, min_p=0.01)
-    config = tiny_run(parallel, rollout=rollout, algorithm=dict(beta=0.1, loss_type="grpo"))
-    outcome = take_step(config, tiny_model("qwen2_untied"), few_samples())
-    return outcome and (
-        outcome.metrics,
-        outcome.logprobs.numpy(),
-        {name: g.numpy() for name, g in outcome.gradients.items()},
-    )
-
-
-@pytest.fixture(scope="module")
-def one():
-    return run_ranks(step_of, 1, {})[0]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_every_layout_takes_the_same_step(case, one):
-    metrics, logprobs, gradients = run_ranks(step_of, case.ranks, case.parallel)[0]
-    assert metrics == pytest.approx(one[0], rel=1e-4, abs=1e-5)
-    assert logprobs == pytest.approx(one[1], abs=1e-4)
-    for name, gradient in gradients.items():
-        expected = torch.from_numpy(one[2][name])
-        assert (torch.from_numpy(gradient) - expected).norm() <= 1e-4 * expected.norm(), name
