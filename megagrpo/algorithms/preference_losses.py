@@ -26,6 +26,7 @@ class Pairs:
     lengths: Tensor  # loss tokens
     beta: float
     arguments: Mapping[str, float]
+    values: Tensor  # the samples' advantages: what `of_step` returns for a loss that compares the whole step
 
     @property
     def ratios(self) -> Tensor:
@@ -126,6 +127,56 @@ def orpo(p: Pairs) -> Tensor:
     return -p.means[:, 0] - p.beta * logsigmoid(_difference(odds))
 
 
+def bco_pair(p: Pairs) -> Tensor:
+    """[n]: a classifier of each response (BCO, Jung et al. 2024), with the border at 0."""
+    chosen, rejected = (p.beta * p.ratios).unbind(1)
+    return -logsigmoid(chosen) - logsigmoid(-rejected)
+
+
+def aot(p: Pairs) -> Tensor:
+    """[n]: DPO whose reference margin is the one of the same rank in the step (AOT, Melnyk et al. 2024)."""
+    return _smoothed(p.beta * (_difference(p.logprobs) - p.values[:, 0]), p.arguments["label_smoothing"])
+
+
+def aot_unpaired(p: Pairs) -> Tensor:
+    """[n]: DPO on the chosen and the rejected response of the same rank in the step. Each response of a pair meets its
+    own partner, so both halves have the whole gradient, and the value of half of their sum."""
+    own = p.beta * (p.ratios - p.values) * torch.tensor([1.0, -1.0], device=p.values.device)
+    losses = _smoothed(own, p.arguments["label_smoothing"]).sum(1)
+    return losses - losses.detach() / 2
+
+
+def kto(p: Pairs) -> Tensor:
+    """[n]: 1 - sigmoid(+-beta (ratio - KL)) of one response with a label (KTO, Ethayarajh et al. 2024, eq. 8). Values
+    are the label +-1 and the KL."""
+    sign, kl = p.values.unbind(1)
+    names = "desirable_weight", "undesirable_weight"
+    weights = torch.where(sign > 0, *(torch.tensor(p.arguments[name], dtype=sign.dtype) for name in names))
+    return weights * (1 - (p.beta * sign * (p.ratios[:, 0] - kl)).sigmoid())
+
+
+def of_step(algorithm: AlgorithmSection, sums: Tensor, values: Tensor) -> Tensor:
+    """Return [N] float64: what each sample of a step gets as its value, for a loss that compares the whole step.
+
+    `sums` [2, N] are the log-probs of the policy and of the reference, summed over responses; `values` [N] the labels.
+    """
+    policy, reference = sums.view(2, -1, 2)
+    ratios, found = policy - reference, values.double().view(-1, 2).clone()
+    if algorithm.loss_type == "kto":  # the KL: the mean over the responses to other prompts
+        found[:, 1] = ratios[:, 1].mean().clamp(min=0)
+    elif algorithm.loss_type == "aot":
+        found[:, 0] = _of_rank(_difference(reference), _difference(policy))
+    else:
+        chosen, rejected = ratios.unbind(1)
+        found = torch.stack([_of_rank(rejected, chosen), _of_rank(chosen, rejected)], 1)
+    return found.flatten()
+
+
+def _of_rank(values: Tensor, like: Tensor) -> Tensor:
+    """Return [n]: for each element of `like` [n] the one of `values` [n] that has its rank."""
+    return values.sort()[0][like.argsort().argsort()]
+
+
 def make_loss(algorithm: AlgorithmSection) -> LossFn:
     """Return the loss of a micro-batch. Each pair counts as two sequences, so its value counts twice."""
     term = globals()[algorithm.loss.policy_term]
@@ -135,6 +186,8 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
         pairs = pairs_of(inputs, algorithm.beta, arguments)
         losses = term(pairs)
         rewards = (pairs.beta * (pairs.ratios if algorithm.loss.reference else pairs.means)).detach()
+        if algorithm.loss_type == "kto":
+            return LossOutput(2 * losses.sum(), _labeled_metrics(pairs, rewards[:, 0]))
         metrics = {
             "rewards/chosen": rewards[:, 0],
             "rewards/rejected": rewards[:, 1],
@@ -146,6 +199,15 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
         return LossOutput(2 * losses.sum(), {name: Metric(row.sum(), len(row)) for name, row in metrics.items()})
 
     return loss
+
+
+def _labeled_metrics(pairs: Pairs, rewards: Tensor) -> dict[str, Metric]:
+    sign, kl = pairs.values.unbind(1)
+    right = (rewards * sign > pairs.beta * kl * sign).float()
+    metrics = {"rewards/accuracy": Metric(right.sum(), len(right)), "kl": Metric(kl.sum(), len(kl))}
+    for name, own in (("chosen", sign > 0), ("rejected", sign < 0)):
+        metrics[f"rewards/{name}"] = Metric(rewards[own].sum(), own.sum())
+    return metrics
 
 
 def make_score_loss(algorithm: AlgorithmSection) -> LossFn:
@@ -177,10 +239,11 @@ def pairs_of(inputs: LossInputs, beta: float, arguments: Mapping[str, float]) ->
     """Return the pairs of a micro-batch, in which both responses of a pair are."""
     m, policy = inputs.micro_batch, inputs.policy_logprobs
     reference = torch.zeros_like(policy) if m.terms.ref_logprobs is None else m.terms.ref_logprobs
-    logprobs, of_reference, lengths = (
-        sums_of_samples(m, row).view(-1, 2) for row in (policy, reference, torch.ones_like(policy))
+    ones = torch.ones_like(policy)
+    logprobs, of_reference, lengths, values = (
+        sums_of_samples(m, row).view(-1, 2) for row in (policy, reference, ones, m.advantages)
     )
-    return Pairs(logprobs, of_reference, lengths, beta, arguments)
+    return Pairs(logprobs, of_reference, lengths, beta, arguments, values / lengths)
 
 
 def sums_of_samples(m: MicroBatch, row: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +57,7 @@ class Layout:
     columns: tuple[tuple[str, ...], ...]
     read: Callable[[Callable[[str], Any]], list[Told]]
     scores: bool = False  # the loss counts one position: the last token of the conversation
+    mismatched: bool = False  # each prompt also gets the response of another row, with value 0
 
 
 def demonstrations(get: Callable[[str], Any]) -> list[Told]:
@@ -121,6 +123,16 @@ def scored_pairs(get: Callable[[str], Any]) -> list[Told]:
 SCORED_PAIRS = Layout(PREFERENCES.columns, scored_pairs, scores=True)
 
 
+def labeled(get: Callable[[str], Any]) -> list[Told]:
+    """Return the conversation of a row, whose value is +-1 by its `label`."""
+    if not isinstance(label := get("label"), bool):
+        raise ValueError(f"column `label` must be true or false (got {label!r:.80})")
+    return [replace(told, value=1.0 if label else -1.0) for told in demonstrations(get)]
+
+
+LABELED = Layout((("prompt", "response", "label"), ("prompt", "completion", "label")), labeled, mismatched=True)
+
+
 class ExampleSource(PromptOrder):
     """The examples of one data set, drawn in the order of a `PromptOrder`.
 
@@ -148,6 +160,8 @@ class ExampleSource(PromptOrder):
     def prompt(self, row: int, position: int | None = None) -> Prompt:
         """Return the example of a row; `position` is its index in the stream of rows."""
         told, masked = self._conversations(row, self._rows[row])
+        if self._layout.mismatched:
+            told, masked = self._with_mismatch(row, told, masked)
         shared = _shared([ids for ids, _ in masked], [mask.index(True) for _, mask in masked])
         cut = max(0, max(len(ids) for ids, _ in masked) - self.limit)
         if cut >= shared:  # of one conversation: its first tokens have no token before them
@@ -158,6 +172,15 @@ class ExampleSource(PromptOrder):
         answers = [_answer(*part, one) for part, one in zip(parts, told, strict=True)]
         question = told[0].prompt
         return Example(row, tuple(masked[0][0][cut:shared]), question, {}, position=position, answers=tuple(answers))
+
+    def _with_mismatch(self, row: int, told: list[Told], masked: list[Masked]) -> tuple[list[Told], list[Masked]]:
+        """Add the row's prompt with the response of the next usable row, cut to the limit."""
+        following = self.rows[(bisect_left(self.rows, row) + 1) % len(self.rows)]
+        other = self._layout.read(partial(self._messages, self._rows[following]))[0]
+        mixed = Told(told[0].prompt, other.response, 0, 0.0)
+        ids, mask = self._masked(mixed, *self._settings(self._rows[row]))
+        longest = max(self.limit, len(masked[0][0]))
+        return [*told, mixed], [*masked, (ids[:longest], mask[:longest])]
 
     def _check_columns(self) -> None:
         """Raise ValueError if the rows lack the columns of the method."""
@@ -195,7 +218,7 @@ class ExampleSource(PromptOrder):
         except KeyError:
             return None
         try:
-            if value is None or name == "margin":
+            if value is None or name in ("margin", "label"):
                 return value
             return as_prompt(value, not isinstance(self._rows, list | JsonRows))
         except ValueError as error:
@@ -228,12 +251,13 @@ class ExampleSource(PromptOrder):
 
     def _usable_rows(self) -> Sequence[int]:
         """Return the rows that are used, and count overlong ones."""
-        lines, self.lengths, kept = self.bad.count, list[int](), list[int]()
+        lines, self.lengths, kept, known = self.bad.count, list[int](), list[int](), set[float]()
         for row in range(len(self._rows)):
             values, length = dict[str, Any](), 0
             try:
                 values = self._rows[row]
-                _, masked = self._conversations(row, values)
+                told, masked = self._conversations(row, values)
+                known.update(one.value for one in told)
                 self.last_tokens.update(ids[-1] for ids, _ in masked)
                 length = max(len(ids) for ids, _ in masked)
                 if length <= self.limit or self._fits_cut(row, masked, length - self.limit):
@@ -256,6 +280,9 @@ class ExampleSource(PromptOrder):
         self.warnings += self.bad.warnings(self._key, len(self.lengths) + lines)
         if not kept:
             raise ValueError("\n".join([f"{self._key}: no row is usable; correct the rows", *self.warnings]))
+        if self._layout.mismatched and self._key == "data.train" and len(known) == 1:
+            label = str(known == {1.0}).lower()
+            raise ValueError(f"{self._key}: `label` is {label} in all rows, so nothing is preferred; add the other kind")
         return range(len(self.lengths)) if len(kept) == len(self.lengths) else kept
 
     def _fits_cut(self, row: int, masked: Sequence[Masked], cut: int) -> bool:
@@ -267,7 +294,7 @@ class ExampleSource(PromptOrder):
                 f"max_completion_length {self.limit}; raise a limit, or set data.overlong_prompts to drop or "
                 "truncate_left"
             )
-        if len(masked) == 1:
+        if len(masked) == 1 and not self._layout.mismatched:
             return mode == "truncate_left" and any(masked[0][1][cut + 1 :])
         shared = _shared([ids for ids, _ in masked], [mask.index(True) for _, mask in masked])
         return mode == "truncate_left" and cut < shared

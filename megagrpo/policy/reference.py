@@ -161,21 +161,25 @@ class Reference:
 
 def kl_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
     """Return [N] float64 per trajectory of the step: log(policy / reference) summed over its response tokens, the k1
-    estimate of the whole response.
+    estimate of the whole response. Every rank gets the result. The batches need old and ref log-probs. Collective."""
+    old, ref = sums_by_sample(batches, layout)
+    return old - ref
 
-    Every rank gets the result. The batches need old and ref log-probs. Collective.
-    """
-    total = torch.zeros(sum(batch.num_sequences for batch in batches), dtype=torch.float64)
+
+def sums_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
+    """Return [2, N] float64: old and ref log-probs summed over the response tokens of each trajectory of the step, as
+    `kl_by_sample` does."""
+    total = torch.zeros(2, sum(batch.num_sequences for batch in batches), dtype=torch.float64)
     # the other ranks have the same log-probs or no log-probs
     if layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0:
         for micro_batch in [m for batch in batches for m in batch.micro_batches]:
-            _add_kl(total, micro_batch)
+            _add_sums(total, micro_batch)
     return layout.all_reduce(total)
 
 
-def _add_kl(total: Tensor, micro_batch: MicroBatch) -> None:
+def _add_sums(total: Tensor, micro_batch: MicroBatch) -> None:
     m = micro_batch.to(total.device)
     old, ref = m.terms.old_logprobs, m.terms.ref_logprobs
     assert old is not None and ref is not None, "the batch has no old or no reference log-probs"
     trajectory = m.trajectories[m.sequence_index]
-    total.index_add_(0, trajectory[m.loss_mask], (old - ref)[m.loss_mask].double())
+    total.index_add_(1, trajectory[m.loss_mask], torch.stack([old, ref])[:, m.loss_mask].double())

@@ -184,13 +184,13 @@ class Learning:
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference
-        ones for the KL term. A KL in the reward needs both. With `routing_replay: trainer` the pass for the old ones
+        ones for the KL term. A KL in the reward and a loss that compares the whole step need both. With `routing_replay: trainer` the pass for the old ones
         records the routes of all later passes."""
         algorithm = self.config.algorithm
         with self.phases("logprobs"):
             if self.config.rollout.routing_replay == "trainer":
                 batch = self.policy.replay.recorded(batch, self.policy.logprobs)
-            elif algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
+            elif algorithm.updates_per_step > 1 or algorithm.kl_in_reward or algorithm.loss.whole_step:
                 batch = batch.with_terms(old_logprobs=self.policy.logprobs(batch))
             batch = batch if self.reference is None or not algorithm.beta else self.reference.annotate(batch)
             for teacher in self.teachers:

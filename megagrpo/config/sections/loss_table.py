@@ -31,6 +31,7 @@ class Loss:
     group: int = 1  # responses of a row, which must be in one micro-batch
     reference: bool = True  # with beta > 0 it compares with the reference model
     arguments: Mapping[str, float] = field(default_factory=dict)  # names and defaults of `algorithm.loss_args`
+    whole_step: bool = False  # it compares log-probs of the whole step, which a pass before the update computes
 
     @property
     def generates(self) -> bool:
@@ -68,6 +69,10 @@ _PAIRS: dict[str, dict[str, float]] = {
     "discopop": {"tau": 0.05},
     "simpo": {"gamma": 0.5, "label_smoothing": 0.0},
     "orpo": {},
+    "bco_pair": {},
+    "aot": {"label_smoothing": 0.0},
+    "aot_unpaired": {"label_smoothing": 0.0},
+    "kto": {"desirable_weight": 1.0, "undesirable_weight": 1.0},  # its pair: a response, and one to another prompt
 }
 ROW_LOSSES |= {
     name: Loss(
@@ -78,6 +83,7 @@ ROW_LOSSES |= {
         group=2,
         reference=name not in ("simpo", "orpo"),
         arguments=own,
+        whole_step=name in ("aot", "aot_unpaired", "kto"),
     )
     for name, own in _PAIRS.items()
 }

@@ -8,11 +8,13 @@ from itertools import batched
 
 import numpy as np
 
+from megagrpo.algorithms.preference_losses import of_step
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.data.examples import Answer, Example
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.policy.metric_sums import merged
+from megagrpo.policy.reference import sums_by_sample
 from megagrpo.records.rows.recorder import TrainedRollouts
 from megagrpo.records.rows.step_metrics import reduce_updates, values_of
 from megagrpo.train_types import LossFn, Metric, TrainBatch, TrainState
@@ -59,8 +61,13 @@ class Rows:
 
     def batch(self, samples: StepSamples) -> TrainBatch:
         """Pack the responses; their values take the place of advantages. Adds the reference's log-probs, if any."""
-        (batch,) = self.learning.batches(samples, samples.rewards(self.group).flatten())
-        return batch
+        values, learning = samples.rewards(self.group).flatten(), self.learning
+        (batch,) = learning.batches(samples, values)
+        algorithm = learning.config.algorithm
+        if not algorithm.loss.whole_step:
+            return batch
+        sums = sums_by_sample([batch], learning.policy.layout)
+        return batch.with_advantages(of_step(algorithm, sums, values))
 
 
 @dataclass

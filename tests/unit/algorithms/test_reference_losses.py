@@ -322,6 +322,9 @@ def test_the_losses_on_pairs_equal_trl(name):
     rows["policy"] = torch.nn.functional.pad(policy[order], (0, 1))[m.samples[m.samples >= 0]].flatten()
     rows["reference"] = torch.nn.functional.pad(reference[order], (0, 1))[m.samples[m.samples >= 0]].flatten()
     m = m.with_terms(ref_logprobs=rows["reference"])
+    if row.whole_step:
+        sums = torch.stack([(one[order] * mask[order, 1:]).sum(1) for one in (policy.detach(), reference)])
+        m = m.with_advantages(preference_losses.of_step(algorithm, sums, torch.zeros(count)))
     output = preference_losses.make_loss(algorithm)(LossInputs(rows["policy"], rows["policy"].detach(), m))
     loss = output.numerator / count
     assert loss.item() == pytest.approx(expected["loss"], rel=1e-6)
@@ -338,6 +341,32 @@ def test_the_losses_on_pairs_equal_trl(name):
         assert output.metrics[f"rewards/{ours}"].value.item() == pytest.approx(expected[f"rewards/{theirs}"], rel=1e-5)
 
 
+@for_each("case", [case["name"] for case in METHODS if case["kind"] == "kto"])
+def test_the_loss_of_kto_equals_trl(case):
+    """A response and one to another prompt are a pair here; TRL has two batches."""
+    case = next(one for one in METHODS if one["name"] == case)
+    config, inputs, expected = case["config"], case["inputs"], case["expected"]
+    arguments = {key: config[key] for key in ("desirable_weight", "undesirable_weight")}
+    algorithm = settings(loss_type="kto", beta=config["beta"], loss_args=arguments, rewards=False).algorithm
+    own, kl = (torch.tensor(inputs[f"{key}logps"], dtype=torch.float64) for key in ("", "kl_"))
+    own.requires_grad_()
+    masks = [torch.tensor(inputs[f"{key}completion_mask"])[:, 1:] for key in ("", "kl_")]
+    sums = [(rows * mask).sum(1) for rows, mask in zip((own, kl), masks, strict=True)]
+    given = [torch.tensor(inputs[f"ref_{key}logps"], dtype=torch.float64) for key in ("", "kl_")]
+    reference = torch.stack([(rows * mask).sum(1) for rows, mask in zip(given, masks, strict=True)], 1)
+    policy, labels = torch.stack(sums, 1), torch.tensor(inputs["label"], dtype=torch.float64) * 2 - 1
+    both = torch.stack([policy.detach().flatten(), reference.flatten()])
+    values = preference_losses.of_step(algorithm, both, torch.stack([labels, torch.zeros_like(labels)], 1).flatten())
+    ones = torch.ones_like(policy)
+    pairs = preference_losses.Pairs(policy, reference, ones, config["beta"], arguments, values.view(-1, 2))
+    loss = preference_losses.kto(pairs).mean()
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-6)
+    assert pairs.values[0, 1].item() == pytest.approx(expected["kl"], rel=1e-6)
+    (gradient,) = torch.autograd.grad(loss, own)
+    wanted = torch.tensor(expected["grad_logps"], dtype=torch.float64)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-9)
+
+
 @for_each("case", [case["name"] for case in METHODS if case["kind"] in ("cpo", "orpo")])
 def test_the_losses_without_a_reference_equal_trl(case):
     """Of responses of one token, whose log-probs are the sums. TRL's ORPO adds -log p of the chosen response later."""
@@ -346,7 +375,7 @@ def test_the_losses_without_a_reference_equal_trl(case):
     kind = config.get("loss_type", "orpo")
     rows = torch.tensor([inputs["chosen_logps"], inputs["rejected_logps"]], dtype=torch.float64).t().requires_grad_()
     given = {"gamma": config.get("simpo_gamma"), "label_smoothing": config.get("label_smoothing", 0)}
-    pairs = preference_losses.Pairs(rows, torch.zeros_like(rows), torch.ones_like(rows), config["beta"], given)
+    pairs = preference_losses.Pairs(rows, torch.zeros_like(rows), torch.ones_like(rows), config["beta"], given, rows)
     losses = getattr(preference_losses, kind)(pairs)
     theirs = torch.tensor(expected["losses"], dtype=torch.float64)
     wanted = theirs if kind != "orpo" else -rows[:, 0] - theirs
