@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection, RunConfig
@@ -21,6 +23,7 @@ from megagrpo.data.tokens.tokenizer import Messages, Tokenizer, as_messages, rea
 from megagrpo.types import Prompt
 
 Row = dict[str, Any]
+SHOWN_REFUSED, MOST_REFUSED = 5, 100  # bad rows in an error, and looked for
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,6 @@ def pairs(get: Callable[[str], Any]) -> list[Told]:
     """Return the conversations of a row with a `chosen` and a `rejected` response to its prompt; whole conversations
     may hold the prompt themselves."""
     both = [_written(get(name), name) for name in ("chosen", "rejected")]
-    if both[0] == both[1]:
-        raise ValueError("columns `chosen` and `rejected` are equal, so nothing is preferred; remove the row")
     chosen, rejected = both
     if isinstance(chosen, list) and isinstance(rejected, list) and chosen[0]["role"] != "assistant":
         equal = [one == other for one, other in zip(chosen, rejected, strict=False)]
@@ -115,8 +116,9 @@ PREFERENCES = Layout((("prompt", "chosen", "rejected"), ("chosen", "rejected")),
 def scored_pairs(get: Callable[[str], Any]) -> list[Told]:
     """Return the pairs of a row, with its `margin` as the value of the chosen response."""
     margin = get("margin")
-    if isinstance(margin, bool) or not isinstance(margin, int | float | None):
-        raise ValueError(f"column `margin` must be a number (got {margin!r:.80})")
+    known = margin is None or (isinstance(margin, int | float) and not isinstance(margin, bool))
+    if not known or not 0 <= (margin or 0) < math.inf:
+        raise ValueError(f"column `margin` must be a number of at least 0 (got {margin!r:.80})")
     return [replace(told, value=value) for told, value in zip(pairs(get), (margin or 0.0, 0.0), strict=True)]
 
 
@@ -206,6 +208,8 @@ class ExampleSource(PromptOrder):
             told = self._layout.read(partial(self._messages, values))
             settings = self._settings(values)
             masked = [self._masked(one, *settings) for one in told]
+            if len(masked) == 2 and masked[0] == masked[1]:
+                raise ValueError("columns `chosen` and `rejected` are equal, so nothing is preferred; remove the row")
         except ValueError as error:
             raise ValueError(f"{self._key}: row {row}: {error}") from None
         return told, masked
@@ -247,11 +251,13 @@ class ExampleSource(PromptOrder):
         answer = told.response
         after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         first = len(before) if after else told.first
+        _check_answers([*before, *after])
         return masked_chat(tokenizer, [*before, *after], first, self._template, tools, kwargs)
 
     def _usable_rows(self) -> Sequence[int]:
-        """Return the rows that are used, and count overlong ones."""
+        """Return the rows that are used, and count overlong ones. Raises ValueError that names bad rows."""
         lines, self.lengths, kept, known = self.bad.count, list[int](), list[int](), set[float]()
+        refused = list[str]()
         for row in range(len(self._rows)):
             values, length = dict[str, Any](), 0
             try:
@@ -263,10 +269,31 @@ class ExampleSource(PromptOrder):
                 if length <= self.limit or self._fits_cut(row, masked, length - self.limit):
                     kept.append(row)
             except ValueError as error:
-                self.bad.add(error, f"{self._key}: row {row}")
+                where, said = f"{self._key}: row {row}", str(error)
+                if self.bad.skips:
+                    self.bad.add(error, where)
+                elif len(refused) < MOST_REFUSED:
+                    refused.append(said if where in said else f"{where}: {said}")
+                else:
+                    break
             if self.identity is not None:
                 self.identity.add(values)
             self.lengths.append(length)
+        if refused:
+            more = f"{len(refused)}{' or more' if len(refused) == MOST_REFUSED else ''} rows are bad"
+            counted = [f"{self._key}: {more}; correct them, or leave them out with data.bad_rows: skip"]
+            raise ValueError("\n".join(refused[:SHOWN_REFUSED] + counted[: len(refused) > 1]))
+        self._count_overlong(kept)
+        self.warnings += self.bad.warnings(self._key, len(self.lengths) + lines)
+        if not kept:
+            raise ValueError("\n".join([f"{self._key}: no row is usable; correct the rows", *self.warnings]))
+        if self._layout.mismatched and self._key == "data.train" and len(known) == 1:
+            label = str(known == {1.0}).lower()
+            raise ValueError(f"{self._key}: `label` is {label} in all rows, so nothing is preferred; add the other kind")
+        return range(len(self.lengths)) if len(kept) == len(self.lengths) else kept
+
+    def _count_overlong(self, kept: Sequence[int]) -> None:
+        """Add a warning with the number of rows above the limit, of which `kept` are used."""
         overlong = [row for row, length in enumerate(self.lengths) if length > self.limit]
         if overlong:
             action = "truncated on the left" if self._data.overlong_prompts == "truncate_left" else "dropped"
@@ -277,13 +304,6 @@ class ExampleSource(PromptOrder):
                 f"{action}{f', {dropped} of them dropped' if 0 < dropped < len(overlong) else ''} "
                 "(data.overlong_prompts)"
             )
-        self.warnings += self.bad.warnings(self._key, len(self.lengths) + lines)
-        if not kept:
-            raise ValueError("\n".join([f"{self._key}: no row is usable; correct the rows", *self.warnings]))
-        if self._layout.mismatched and self._key == "data.train" and len(known) == 1:
-            label = str(known == {1.0}).lower()
-            raise ValueError(f"{self._key}: `label` is {label} in all rows, so nothing is preferred; add the other kind")
-        return range(len(self.lengths)) if len(kept) == len(self.lengths) else kept
 
     def _fits_cut(self, row: int, masked: Sequence[Masked], cut: int) -> bool:
         """Whether an overlong row is used without its first `cut` tokens. Raises ValueError if it is refused."""
@@ -298,6 +318,19 @@ class ExampleSource(PromptOrder):
             return mode == "truncate_left" and any(masked[0][1][cut + 1 :])
         shared = _shared([ids for ids, _ in masked], [mask.index(True) for _, mask in masked])
         return mode == "truncate_left" and cut < shared
+
+
+def _check_answers(messages: list[dict[str, Any]]) -> None:
+    """Raise ValueError for a tool's message that answers no message of the assistant, or an unknown call."""
+    known = set[str]()
+    for number, (before, message) in enumerate(pairwise([{"role": ""}, *messages])):
+        if message["role"] == "assistant":
+            known = {str(call.get("id")) for call in message.get("tool_calls") or ()}
+        elif message["role"] == "tool":
+            if before["role"] not in ("assistant", "tool"):
+                raise ValueError(f"message {number} is a tool's, but follows no message of the assistant; reorder them")
+            if (call := message.get("tool_call_id")) is not None and known and str(call) not in known:
+                raise ValueError(f"message {number} answers the call {call!r:.40}, which the assistant did not make")
 
 
 def _shared(conversations: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:

@@ -44,10 +44,12 @@ def losses(lines):
 
 CONVERSATIONS = [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in TURNS * 2]
 PAIRS = [dict(prompt=f"{a} + {a}?", chosen=f"{2 * a}", rejected=f"{3 * a}, or so") for a in range(3, 11)]
+LABELED = [dict(prompt=f"{a} + {a}?", completion=f"{2 * a + a % 2}", label=a % 2 == 0) for a in range(3, 11)]
 METHODS = {  # the rows of a method and its words
     "sft": (CONVERSATIONS, "algorithm.loss_type=sft"),
     "dpo": (PAIRS, "algorithm.loss_type=sigmoid", "algorithm.beta=0.3"),
     "reward": (PAIRS, "algorithm.loss_type=bradley_terry", "data.shuffle=false"),
+    "kto": (LABELED, "algorithm.loss_type=kto", "algorithm.beta=0.3"),
     "adapters": (PAIRS, "algorithm.loss_type=bradley_terry", "lora.rank=4", "train.learning_rate=1e-2"),
 }
 
@@ -77,7 +79,7 @@ def check_layout(method, layout, runs, output):
 
 
 def test_a_layout_has_the_losses_of_one_process(runs, tmp_path):
-    check_layout("dpo", "cp2_dp2", runs, tmp_path)
+    check_layout("kto", "cp2_dp2", runs, tmp_path)
 
 
 def test_a_reward_model_has_the_losses_of_one_process(runs, tmp_path):
@@ -87,7 +89,7 @@ def test_a_reward_model_has_the_losses_of_one_process(runs, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "layout"),
-    [("sft", "tp2_pp2"), ("sft", "cp2_dp2"), ("dpo", "tp2_pp2"), ("reward", "cp2_dp2"), ("reward", "tp2_pp2")],
+    [("sft", "tp2_pp2"), ("sft", "cp2_dp2"), ("dpo", "tp2_pp2"), ("dpo", "cp2_dp2"), ("reward", "cp2_dp2"), ("reward", "tp2_pp2")],
 )
 def test_another_layout_has_them_too(method, layout, runs, tmp_path):
     check_layout(method, layout, runs, tmp_path)
@@ -141,6 +143,22 @@ def test_the_loss_on_pairs_is_that_of_dpo(runs):
     assert before["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert after["eval/loss"] == pytest.approx(wanted, rel=1e-4)
     assert after["eval/rewards/margin"] == pytest.approx(sum(margins) / 3, rel=1e-3)
+
+
+def test_the_loss_on_labels_is_that_of_kto(runs):
+    folder, lines, _ = runs["kto"][1]
+    after = [line for line in lines if "eval/loss" in line][-1]
+    start, end, rows = loaded(world.folder() / "model"), loaded(folder / "model"), LABELED[:3]
+
+    def ratio(row, response):
+        turns = [("user", row["prompt"]), ("assistant", response["completion"])]
+        return response_logprob(*end, turns)[0] - response_logprob(*start, turns)[0]
+
+    kl = max(0, sum(ratio(row, rows[(i + 1) % 3]) for i, row in enumerate(rows)) / 3)
+    signs = [1 if row["label"] else -1 for row in rows]
+    margins = [sign * 0.3 * (ratio(row, row) - kl) for row, sign in zip(rows, signs, strict=True)]
+    assert after["eval/kl"] == pytest.approx(kl, rel=1e-3, abs=1e-6)
+    assert after["eval/loss"] == pytest.approx(sum(1 / (1 + math.exp(m)) for m in margins) / 3, rel=1e-4)
 
 
 def both_texts(row, tokenizer):

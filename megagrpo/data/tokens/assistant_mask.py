@@ -60,17 +60,32 @@ def masked_chat(
                 "no end token ends it, so its tokens cannot be told from others; change the template"
             )
         stop = (ends[-1] if known else ends[0]) + 1 if ends else len(piece)
+        _check_text(tokenizer.decode(piece[:stop]), turns[index], messages[turns[index]])
         mask[2 * index + 1] = [place < stop for place in range(len(piece))]
     return [*chain(*pieces)], [*chain(*mask)]
+
+
+def _check_text(text: str, number: int, message: dict[str, Any]) -> None:
+    """Raise ValueError for a message of which the template shows no text, or not all calls of tools."""
+    for call in message.get("tool_calls") or ():
+        if (name := (call.get("function") or call).get("name", "")) not in text:
+            raise ValueError(
+                f"data.chat_template: message {number} of the assistant calls the tool {name}, which the template does "
+                "not show; set a template for tools, or write the call as text"
+            )
+    if not text.strip():
+        raise ValueError(f"message {number} of the assistant is empty; write one, or remove it")
 
 
 def _borders(whole: str, turns: Sequence[int], rendered: Callable[[int, bool], str]) -> tuple[list[int], list[bool]]:
     """Return the begin and the end of each of the assistant's messages in the `whole` text, and whether the end is
     known; else it is the next begin. `rendered(n, generates)` is the text of the first n messages."""
     cuts, exact = list[int](), list[bool]()
+    if turns and not turns[0]:
+        raise ValueError("begins with a message of the assistant, which answers nothing; put the user's before it")
     for number in turns:
-        begin, end = rendered(number, True) if number else "", rendered(number + 1, False)
-        if not number or not whole.startswith(begin) or len(begin) < max(cuts, default=0):
+        begin, end = rendered(number, True), rendered(number + 1, False)
+        if not whole.startswith(begin) or len(begin) < max(cuts, default=0):
             raise ValueError(
                 f"data.chat_template: message {number} of the assistant does not begin where its prompt ends, so its "
                 "tokens cannot be told from others; the template must add to the text of the messages before "

@@ -1,6 +1,7 @@
 """Rows that a run cannot use are refused, or skipped and counted (`data.bad_rows`)."""
 
 import json
+import math
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megagrpo.config import RewardsSection, Task, load_config
-from megagrpo.data.examples import DEMONSTRATIONS, PREFERENCES, SCORED_PAIRS, ExampleSource
+from megagrpo.data.examples import DEMONSTRATIONS, LABELED, PREFERENCES, SCORED_PAIRS, ExampleSource
 from megagrpo.data.images.prompt_images import ImageReader
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.bad_rows import BadRows
@@ -333,6 +334,8 @@ def test_ranks_that_find_other_rows_bad_end_the_run():
 
 
 ASKED = {"role": "user", "content": "2 + 2?"}
+TOLD = dict(role="assistant", content="4")
+CALL = dict(TOLD, tool_calls=[dict(id="1", type="function", function=dict(name="add", arguments={}))])
 BAD_EXAMPLES = {  # columns, a bad row, and what is wrong with it
     "no turn": (dict(messages=[ASKED]), "has no message of the assistant to learn from"),
     "empty": (dict(prompt="2 + 2?", response=" "), "column `response` is an empty response"),
@@ -341,6 +344,11 @@ BAD_EXAMPLES = {  # columns, a bad row, and what is wrong with it
     "tools": (dict(messages=[ASKED, dict(ASKED, role="assistant")], tools="{"), "column `tools` is no JSON"),
     "lost prompt": (dict(prompt=None, response="4"), "column `prompt` must be a string or chat messages"),
     "number": (dict(prompt="2 + 2?", response=4), "column `response` must be a string or chat messages"),
+    "empty turn": (dict(messages=[ASKED, TOLD, ASKED, dict(TOLD, content=" ")]), "message 3 of the assistant is empty"),
+    "first turn": (dict(messages=[TOLD, ASKED, TOLD]), "begins with a message of the assistant"),
+    "tool first": (dict(messages=[ASKED, dict(role="tool", content="4"), TOLD]), "message 1 is a tool's, but follows"),
+    "call": (dict(messages=[ASKED, CALL, dict(role="tool", content="4", tool_call_id="2"), TOLD]), "the call '2'"),
+    "hidden": (dict(messages=[ASKED, CALL]), "calls the tool add, which the template does not show"),
 }
 
 
@@ -390,7 +398,9 @@ ASKED_AND_TOLD = [ASKED, {"role": "assistant", "content": "4"}]
     ("row", "said"),
     [
         (dict(prompt="p", chosen="4", rejected="4"), "`chosen` and `rejected` are equal"),
+        (dict(prompt="p", chosen="4", rejected=[TOLD]), "`chosen` and `rejected` are equal"),
         (dict(prompt="p", chosen="4", rejected=""), "column `rejected` is an empty response"),
+        (dict(prompt="p", chosen="4"), "column `rejected` is an empty response"),
         (dict(prompt=None, chosen="4", rejected="5"), "column `prompt` must be a string or chat messages"),
         (dict(prompt=None, chosen=[ASKED], rejected=[ASKED, ASKED]), "has no message of the assistant to learn from"),
     ],
@@ -410,9 +420,26 @@ def test_conversations_that_hold_their_prompt_are_pairs(chat_folder, tmp_path): 
 
 
 def test_a_margin_is_a_number_and_a_score_is_at_the_last_token(chat_folder, tmp_path):  # noqa: F811
-    rows = [dict(prompt="p", chosen="4", rejected="5", margin=margin) for margin in (0.5, "much")]
+    margins = 0.5, "much", -1, math.nan, math.inf, True
+    rows = [dict(prompt="p", chosen="4", rejected="5", margin=margin) for margin in margins]
     found = examples(chat_folder, tmp_path / "rows.jsonl", rows, SCORED_PAIRS)
-    assert found.rows == [0] and "column `margin` must be a number (got 'much')" in found.warnings[0]
+    assert found.rows == [0] and "column `margin` must be a number of at least 0 (got 'much')" in found.warnings[0]
     (chosen, rejected), prompt = found.all()[0].answers, found.all()[0].token_ids
     assert (chosen.value, rejected.value) == (0.5, 0.0) and sum(chosen.written) == 1 and chosen.written[-1]
-    assert {*prompt, *chosen.token_ids, *rejected.token_ids} == found.used
+    assert prompt and found.last_tokens == {chosen.token_ids[-1], rejected.token_ids[-1]}
+
+
+def test_labels_are_booleans_of_both_kinds_and_prompts_meet_the_next_response(chat_folder, tmp_path):  # noqa: F811
+    def read(*labels, **data):
+        rows = [dict(prompt=f"p{i}", completion=str(i), label=label) for i, label in enumerate(labels)]
+        return examples(chat_folder, tmp_path / "rows.jsonl", rows, LABELED, **data)
+
+    found = read(True, "yes", False, 1, None)
+    assert found.rows == [0, 2] and "column `label` must be true or false (got 'yes')" in found.warnings[0]
+    texts = [[(answer.text, answer.value) for answer in example.answers] for example in found.all()]
+    assert texts == [[("0", 1.0), ("2", 0.0)], [("2", -1.0), ("0", 0.0)]]
+    with pytest.raises(ValueError, match="`label` is false in all rows"):
+        read(False, False)
+    with pytest.raises(ValueError, match=r"row 2: column `label`(.|\n)*row 6[^\n]*\n.*6 rows are bad; correct") as error:
+        read(True, False, *[None] * 6, bad_rows="refuse")
+    assert str(error.value).count("\n") == 5
