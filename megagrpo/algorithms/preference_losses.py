@@ -150,8 +150,7 @@ def kto(p: Pairs) -> Tensor:
     """[n]: 1 - sigmoid(+-beta (ratio - KL)) of one response with a label (KTO, Ethayarajh et al. 2024, eq. 8). Values
     are the label +-1 and the KL."""
     sign, kl = p.values.unbind(1)
-    names = "desirable_weight", "undesirable_weight"
-    weights = torch.where(sign > 0, *(torch.tensor(p.arguments[name], dtype=sign.dtype) for name in names))
+    weights = torch.where(sign > 0, p.arguments["desirable_weight"], p.arguments["undesirable_weight"])
     return weights * (1 - (p.beta * sign * (p.ratios[:, 0] - kl)).sigmoid())
 
 
@@ -174,7 +173,7 @@ def of_step(algorithm: AlgorithmSection, sums: Tensor, values: Tensor) -> Tensor
 
 def _of_rank(values: Tensor, like: Tensor) -> Tensor:
     """Return [n]: for each element of `like` [n] the one of `values` [n] that has its rank."""
-    return values.sort()[0][like.argsort().argsort()]
+    return values.sort().values[like.argsort().argsort()]
 
 
 def make_loss(algorithm: AlgorithmSection) -> LossFn:

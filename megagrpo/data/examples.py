@@ -289,7 +289,9 @@ class ExampleSource(PromptOrder):
             raise ValueError("\n".join([f"{self._key}: no row is usable; correct the rows", *self.warnings]))
         if self._layout.mismatched and self._key == "data.train" and len(known) == 1:
             label = str(known == {1.0}).lower()
-            raise ValueError(f"{self._key}: `label` is {label} in all rows, so nothing is preferred; add the other kind")
+            raise ValueError(
+                f"{self._key}: `label` is {label} in all rows, so nothing is preferred; add the other kind"
+            )
         return range(len(self.lengths)) if len(kept) == len(self.lengths) else kept
 
     def _count_overlong(self, kept: Sequence[int]) -> None:

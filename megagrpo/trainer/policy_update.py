@@ -184,8 +184,8 @@ class Learning:
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference
-        ones for the KL term. A KL in the reward and a loss that compares the whole step need both. With `routing_replay: trainer` the pass for the old ones
-        records the routes of all later passes."""
+        ones for the KL term. A KL in the reward and a loss that compares the whole step need both. With
+        `routing_replay: trainer` the pass for the old ones records the routes of all later passes."""
         algorithm = self.config.algorithm
         with self.phases("logprobs"):
             if self.config.rollout.routing_replay == "trainer":

@@ -89,7 +89,14 @@ def test_a_reward_model_has_the_losses_of_one_process(runs, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "layout"),
-    [("sft", "tp2_pp2"), ("sft", "cp2_dp2"), ("dpo", "tp2_pp2"), ("dpo", "cp2_dp2"), ("reward", "cp2_dp2"), ("reward", "tp2_pp2")],
+    [
+        ("sft", "tp2_pp2"),
+        ("sft", "cp2_dp2"),
+        ("dpo", "tp2_pp2"),
+        ("dpo", "cp2_dp2"),
+        ("reward", "cp2_dp2"),
+        ("reward", "tp2_pp2"),
+    ],
 )
 def test_another_layout_has_them_too(method, layout, runs, tmp_path):
     check_layout(method, layout, runs, tmp_path)

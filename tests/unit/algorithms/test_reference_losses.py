@@ -341,6 +341,11 @@ def test_the_losses_on_pairs_equal_trl(name):
         assert output.metrics[f"rewards/{ours}"].value.item() == pytest.approx(expected[f"rewards/{theirs}"], rel=1e-5)
 
 
+def test_a_value_has_the_rank_of_another():
+    found = preference_losses._of_rank(torch.tensor([30.0, 10.0, 20.0]), torch.tensor([0.5, 0.9, 0.1]))
+    assert found.tolist() == [20.0, 30.0, 10.0]
+
+
 @for_each("case", [case["name"] for case in METHODS if case["kind"] == "kto"])
 def test_the_loss_of_kto_equals_trl(case):
     """A response and one to another prompt are a pair here; TRL has two batches."""

@@ -440,6 +440,8 @@ def test_labels_are_booleans_of_both_kinds_and_prompts_meet_the_next_response(ch
     assert texts == [[("0", 1.0), ("2", 0.0)], [("2", -1.0), ("0", 0.0)]]
     with pytest.raises(ValueError, match="`label` is false in all rows"):
         read(False, False)
-    with pytest.raises(ValueError, match=r"row 2: column `label`(.|\n)*row 6[^\n]*\n.*6 rows are bad; correct") as error:
+    with pytest.raises(
+        ValueError, match=r"row 2: column `label`(.|\n)*row 6[^\n]*\n.*6 rows are bad; correct"
+    ) as error:
         read(True, False, *[None] * 6, bad_rows="refuse")
     assert str(error.value).count("\n") == 5
