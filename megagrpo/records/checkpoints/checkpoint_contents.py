@@ -20,7 +20,7 @@ from megagrpo.weights.files.gpt_checkpoint import newest_iteration
 from megagrpo.weights.files.tensor_files import Entry, TensorFile, dtype_name
 from megagrpo.weights.files.torch_dist import StoredTensors
 
-MODEL = "Hugging Face model"
+A_MODEL = "Hugging Face model"
 GROUPS = {"optimizer.": "optimizer", "reference.": "reference"}  # prefix of a tensor's key -> its group
 
 
@@ -59,8 +59,8 @@ def _of_model(checkpoint: Checkpoint) -> Contents:
     try:
         checkpoint.check_all(load_hf_config(checkpoint.folder))
     except ValueError as error:
-        return Contents(MODEL, _facts_of_model(checkpoint.folder), rows, str(error))
-    return Contents(MODEL, _facts_of_model(checkpoint.folder), rows)
+        return Contents(A_MODEL, _facts_of_model(checkpoint.folder), rows, str(error))
+    return Contents(A_MODEL, _facts_of_model(checkpoint.folder), rows)
 
 
 def _of_adapter(path: Path) -> Contents:
