@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d
 
 from megagrpo.config import ParallelSection
@@ -67,7 +66,9 @@ def _known(num_ranks: int, index: int) -> Group:
     return group
 
 
-def _groups(tp: Group, pp: Group, ep: Group, etp: Group) -> ProcessGroupCollection:
+def _groups(tp: Group, pp: Group, ep: Group, etp: Group) -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     one = _known(1, 0)
     tp_ep = _known(etp.num_ranks * ep.num_ranks, ep.index * etp.num_ranks + etp.index)
     groups = dict.fromkeys(("cp", "dp", "dp_cp", "expt_dp", "gtp_remat", "expt_gtp_remat", "embd", "pos_embd"), one)
