@@ -7,7 +7,7 @@ from typing import Any
 
 QUANTIZATION, METHOD = "quantization_config", "quant_method"  # of config.json
 TEXT_CONFIG = "text_config"  # of a multimodal config.json
-_SUPPORTED = "fp8, mxfp4, compressed-tensors, awq, gptq, bitsandbytes"
+_SUPPORTED = "fp8, mxfp4, compressed-tensors, bitsandbytes in 4 bits"
 _ORIGINAL = "use the original weights, or dequantize them with the program that wrote them"
 
 
@@ -90,44 +90,13 @@ def _is_pair(size: Any) -> bool:
     return isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
 
 
-def _group_problems(config: dict[str, Any], bits: tuple[int, ...]) -> list[str]:
-    """Return why the words of packed integers cannot be read."""
-    size, wanted = config.get("group_size", -1), ", ".join(map(str, bits))
-    problems = [] if config.get("bits") in bits else [f"bits={config.get('bits')!r}; supported: {wanted}"]
-    if type(size) is not int or (size != -1 and size < 1):
-        problems.append(f"group_size={size!r}, which must be a positive whole number, or -1 for all inputs")
-    return problems
-
-
-def _awq_problems(raw: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    problems, layout = _group_problems(config, (4,)), config.get("version") or config.get("format") or "gemm"
-    if str(layout).lower() != "gemm":
-        problems.append(f"version={layout!r}, another order of the codes; supported: gemm")
-    if config.get("zero_point", True) is not True:
-        problems.append("zero_point=False; only weights with zero points are supported")
-    return problems
-
-
-def _gptq_problems(raw: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    problems, layout = _group_problems(config, (2, 4, 8)), config.get("checkpoint_format") or "gptq"
-    if layout not in ("gptq", "gptq_v2"):
-        problems.append(f"checkpoint_format={layout!r}; supported: gptq, gptq_v2")
-    if config.get("dynamic"):
-        problems.append(f"dynamic={config['dynamic']!r}, other bits for some weights, which is not supported")
-    return problems
-
-
 def _bitsandbytes_problems(raw: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    if config.get("load_in_8bit") or config.get("load_in_4bit"):
-        return []
-    return ["neither load_in_8bit nor load_in_4bit, so the weights have an unknown format"]
+    return [] if config.get("load_in_4bit") else ["no load_in_4bit; only weights in 4 bits are dequantized"]
 
 
 _PROBLEMS = {
     "fp8": _fp8_problems,
     "mxfp4": _mxfp4_problems,
     "compressed-tensors": _compressed_problems,
-    "awq": _awq_problems,
-    "gptq": _gptq_problems,
     "bitsandbytes": _bitsandbytes_problems,
 }

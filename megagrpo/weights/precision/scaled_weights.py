@@ -1,9 +1,7 @@
-"""FP8 weights with a scale per block or one per tensor, and int8 weights with a scale per row: codes times scales in
-float32, then in config.json's dtype.
+"""FP8 weights with a scale per block or one per tensor: codes times scales in float32, then in config.json's dtype.
 
 DeepSeek-V3's and Qwen3's releases hold `weight` and `weight_scale_inv`: inference/fp8_cast_bf16.py of DeepSeek-V3 and
-`Fp8Dequantize` of transformers compute them. bitsandbytes' LLM.int8() holds `weight` and `SCB`, the largest magnitude
-of each row, and computes them in `int8_vectorwise_dequant`.
+`Fp8Dequantize` of transformers compute them.
 """
 
 from __future__ import annotations
@@ -16,11 +14,8 @@ from torch import Tensor
 
 from megagrpo.weights.precision.view import Get, Scaled, Slices, Stored, View, groups
 
-_SCALE, _LARGEST = "_scale_inv", ".SCB"
-_STEP = 0.007874015718698502  # 1 / 127, as bitsandbytes writes it
-# Last parts of the names of tensors that products use: scales of activations, and how rows are stored.
-OF_FP8_PRODUCTS = ("activation_scale", "input_scale")
-OF_INT8_PRODUCTS = ("weight_format",)
+_SCALE = "_scale_inv"
+OF_FP8_PRODUCTS = ("activation_scale", "input_scale")  # last parts of the names of tensors that products use
 
 
 def fp8_views(config: dict[str, Any], stored: Stored, dtype: torch.dtype) -> dict[str, View]:
@@ -38,29 +33,13 @@ def fp8_views(config: dict[str, Any], stored: Stored, dtype: torch.dtype) -> dic
                 f"model: {scale} has shape {grid}, but {name} of shape {shape} has {blocks} blocks of {block}; "
                 "weight_block_size in config.json belongs to another model"
             )
-        views[name] = View(dtype, shape, (name, scale), partial(_read, name, scale, block, 1.0, dtype))
+        views[name] = View(dtype, shape, (name, scale), partial(_read, name, scale, block, dtype))
     return views
 
 
-def int8_views(config: dict[str, Any], stored: Stored, dtype: torch.dtype) -> dict[str, View]:
-    """Return a view in `dtype` per weight with row scales. Raises ValueError when scales do not fit their weight."""
-    views = {}
-    for scale, rows in stored.items():
-        module = scale.removesuffix(_LARGEST)
-        if module == scale:
-            continue
-        name = f"{module}.weight"
-        if (shape := stored.get(name)) is None or len(shape) != 2 or rows != shape[:1]:
-            raise ValueError(f"model: {scale} has shape {rows}, but its weight {shape}; download the folder again")
-        views[name] = View(dtype, shape, (name, scale), partial(_read, name, scale, (1, shape[1]), _STEP, dtype))
-    return views
-
-
-def _read(
-    name: str, scale: str, block: tuple[int, int], step: float, dtype: torch.dtype, get: Get, slices: Slices
-) -> Tensor:
+def _read(name: str, scale: str, block: tuple[int, int], dtype: torch.dtype, get: Get, slices: Slices) -> Tensor:
     codes, scales = get(name)[slices], get(scale)
-    if scales.dim() < 2:  # one per row, or one
-        scales = scales.reshape(-1, 1).float() * step
+    if scales.dim() < 2:  # one
+        scales = scales.reshape(-1, 1).float()
     row_groups, column_groups = (groups(part, size) for part, size in zip(slices, block, strict=True))
     return Scaled(lambda rows: codes[rows], scales, row_groups, column_groups, torch.float32).compute(dtype)

@@ -12,8 +12,7 @@ from megagrpo.weights.precision.compressed import OF_COMPRESSED_PRODUCTS, compre
 from megagrpo.weights.precision.four_bits import four_bit_views
 from megagrpo.weights.precision.fused_experts import FUSED_EXPERTS, fused_views
 from megagrpo.weights.precision.mxfp4 import mxfp4_views
-from megagrpo.weights.precision.packed_integers import awq_views, gptq_views
-from megagrpo.weights.precision.scaled_weights import OF_FP8_PRODUCTS, OF_INT8_PRODUCTS, fp8_views, int8_views
+from megagrpo.weights.precision.scaled_weights import OF_FP8_PRODUCTS, fp8_views
 from megagrpo.weights.precision.view import Get, Stored, View
 
 
@@ -34,21 +33,14 @@ def views_of(raw: dict[str, Any], stored: Stored, get: Get) -> dict[str, View]:
         raise ValueError(f"model: {said}; save one tensor per expert, as the save_pretrained of transformers does")
     text = text_config(raw)
     dtype = getattr(torch, text.get("dtype") or text.get("torch_dtype") or "bfloat16")
-    if config[METHOD] == "bitsandbytes" and not config.get("load_in_8bit"):
+    if config[METHOD] == "bitsandbytes":
         return four_bit_views(stored, dtype, get)
     return _VIEWS[config[METHOD]](config, stored, dtype)
 
 
-_VIEWS = {
-    "fp8": fp8_views,
-    "mxfp4": mxfp4_views,
-    "compressed-tensors": compressed_views,
-    "awq": awq_views,
-    "gptq": gptq_views,
-    "bitsandbytes": int8_views,
-}
+_VIEWS = {"fp8": fp8_views, "mxfp4": mxfp4_views, "compressed-tensors": compressed_views}
 # Last parts of tensors that quantized products use beside the weights, by method.
-_UNUSED = {"fp8": OF_FP8_PRODUCTS, "compressed-tensors": OF_COMPRESSED_PRODUCTS, "bitsandbytes": OF_INT8_PRODUCTS}
+_UNUSED = {"fp8": OF_FP8_PRODUCTS, "compressed-tensors": OF_COMPRESSED_PRODUCTS}
 
 
 def unused(raw: dict[str, Any], views: dict[str, View], stored: Stored) -> set[str]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megagrpo.families.shared.precisions import precision_problems
 from megagrpo.weights.bridge.load import Checkpoint
 from tests.unit.for_each import for_each
-from tests.unit.weights.precision.test_packed_integers import check
-from tests.unit.weights.precision.test_stored_views import NAME, folder_with
+from tests.unit.weights.precision.test_stored_views import BOXES, NAME, block_of, folder_with, same_bits
 
 # The values of bitsandbytes' code 0 to 15.
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334)
@@ -21,6 +21,17 @@ FP4 = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
 VALUES = {"nf4": torch.tensor(NF4), "fp4": torch.tensor((*FP4, *(-value for value in FP4)))}
 CONFIG = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
 SHAPE = (272, 384)
+
+
+def check(folder, expected):
+    from megagrpo.sync.vllm_side.unpacking import unpacked
+
+    assert same_bits(dict(unpacked(folder))[NAME], expected)
+    checkpoint = Checkpoint(folder)
+    assert list(checkpoint.where) == [NAME]
+    assert same_bits(checkpoint.tensor(NAME), expected)
+    for box in BOXES:
+        assert same_bits(checkpoint.read(block_of(NAME, expected, box)), expected[box])
 
 
 def four_bits(
@@ -81,3 +92,11 @@ def test_tensors_that_do_not_fit_are_refused(change, said, tmp_path):
     kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     with pytest.raises(ValueError, match=said):
         Checkpoint(folder_with(tmp_path / "m", CONFIG, {"model.safetensors": kept})).tensor(NAME)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes"])
+def test_other_packed_formats_are_refused_by_name(method):
+    config = dict(quant_method=method, load_in_8bit=True)
+    (problem,) = precision_problems(dict(model_type="llama", quantization_config=config))
+    named = "no load_in_4bit" if method == "bitsandbytes" else f"quant_method={method!r}"
+    assert named in problem and problem.endswith("the program that wrote them")
