@@ -59,7 +59,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "rewards": {
         FIRST: "functions functions.N.function functions.N.weight functions.N.args functions.N.name timeout",
-        "Calls": "functions* workers concurrency plugins",
+        "Calls": "functions* workers concurrency",
     },
     "rollout": {
         FIRST: "prompts_per_step num_generations max_prompt_length max_completion_length temperature placement "

@@ -37,6 +37,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
         "total",
         "leave it out: with multi_turn.max_response_length, rollout.max_completion_length limits each turn",
     ),
+    "rewards.plugins": ([], "name each function as path/file.py:function in rewards.functions"),
     "run.mlflow": ({"tracking_uri": None, "experiment": None, "tags": {}, "name": None}, _AS_FILE),
     "multi_turn.max_tool_calls": (None, "use multi_turn.max_tool_calling_iterations, the turns with calls"),
     "rollout.bad_words": ([], "ban single tokens with rollout.logit_bias, or punish words in a reward function"),

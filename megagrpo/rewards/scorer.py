@@ -57,7 +57,7 @@ class RewardScorer:
             name for name, f in zip(section.names, section.functions, strict=True) if asks_service(f.function)
         }
         for i, (name, f) in enumerate(zip(section.names, section.functions, strict=True)):
-            target, timeout = resolve(f.function, section.plugins), f.timeout or section.timeout
+            target, timeout = resolve(f.function), f.timeout or section.timeout
             lane = f"function {i}" if f.own_worker or target.heavy else SHARED
             if f.per != "trajectory" and target.location.startswith(BUILT_IN_PACKAGE):
                 reason = f"{f.per} only applies to a function of your own; `{name}` gives a number per completion"

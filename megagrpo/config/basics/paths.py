@@ -176,7 +176,6 @@ PATHS: dict[str, Resolve] = {
     "evaluation.sets.*.source": _data,
     "data.chat_template": _template,
     "rewards.functions.*.function": _function,
-    "rewards.plugins.*": _file,
     "multi_turn.scheduler": _function,
     "multi_turn.tools.*": _function,
     "multi_turn.environment": _function,

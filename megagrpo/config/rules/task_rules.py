@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _ONE = "is one value for all tasks; set it for the run"
 OF_RUN = {  # keys that a task cannot have -> reason
     **dict.fromkeys(("data.chat_template_kwargs", "data.curriculum_pass_reward"), _ONE),
-    **dict.fromkeys(("rewards.plugins", "rewards.timeout", "rewards.workers", "rewards.concurrency"), _ONE),
+    **dict.fromkeys(("rewards.timeout", "rewards.workers", "rewards.concurrency"), _ONE),
     **dict.fromkeys(("multi_turn.tool_parser", "multi_turn.follow_up_tokens"), _ONE),
 }
 

@@ -22,8 +22,7 @@ LOADED_MODEL, SERVER = "model:", ("http://", "https://")  # beginnings of `funct
 class RewardFunction(Section):
     function: str
     """A built-in function of docs/rewards.md such as `accuracy`; your own as `package.module:function` or
-    `path/file.py:function`; a name that a file of `rewards.plugins` registers; a reward model as `model:PATH`; or a
-    reward server as `http://...`."""
+    `path/file.py:function`; a reward model as `model:PATH`; or a reward server as `http://...`."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """Name in metrics and completions.jsonl; the last part of `function` when empty."""
     weight: float = 1.0
@@ -61,8 +60,6 @@ class RewardFunction(Section):
 class RewardsSection(Section):
     functions: list[RewardFunction] = []
     """Reward functions; their weighted sum is the reward. `[]` if a `multi_turn` scheduler or environment gives it."""
-    plugins: list[str] = []
-    """Python files that register reward functions by name."""
     timeout: Seconds = 10.0
     """Timeout in seconds for scoring one completion; a group of n completions gets n times as long. Then the worker is
     killed; the group scores 0 and counts as n timeouts. With `independent` only the late completion does."""

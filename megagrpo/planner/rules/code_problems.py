@@ -26,7 +26,7 @@ def code_problems(config: RunConfig) -> Iterator[Problem]:
     for i, reward in enumerate(config.rewards.functions):
         key = f"rewards.functions.{i}.function"
         try:
-            target = resolve(reward.function, config.rewards.plugins, key)
+            target = resolve(reward.function, key)
             yield from undefined(target, key)
             yield from unknown_arguments(reward.function, target, reward.args, f"rewards.functions.{i}.args")
         except ProblemError as error:

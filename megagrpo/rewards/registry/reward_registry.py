@@ -27,10 +27,9 @@ FORMER_REWARDS = {
     "llm_judge": "is gone; write `function: rubric` with args.criteria beside url and model (docs/judges.md), or read "
     "a number from the judge's text as configs/examples/llm_judge/score.py does"
 }
-_NAME = re.compile(r"[A-Za-z_][\w.-]*")
 
 
-def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.functions") -> Target:
+def resolve(function: str, key: str = "rewards.functions") -> Target:
     """Return the location of `function`, the value of the config's `key`.
 
     Raises ProblemError for an unknown name, with the known ones, for an invalid URL, and for a file that is missing.
@@ -42,11 +41,9 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
         if why := address_fault(function):
             raise ProblemError(Problem((key,), f"`{function}` {why}; write it as http://HOST:PORT/PATH"))
         return Target(*_split(SERVED_REWARD), preset=(("url", function),))
-    if plugins and function not in BUILT_IN_REWARDS and _NAME.fullmatch(function):
-        return Target("", function, plugins=tuple(str(find_file(path, "rewards.plugins")) for path in plugins))
     if function in FORMER_REWARDS:
         raise ProblemError(Problem((key,), f"`{function}` {FORMER_REWARDS[function]}"))
-    own = "package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
+    own = "package.module:function, path/file.py:function; models: model:PATH or http://..."
     target = locate(function, key, "reward function", BUILT_IN_REWARDS, own)
     return replace(target, independent=function in BUILT_IN_REWARDS.keys() - WHOLE_GROUP)
 

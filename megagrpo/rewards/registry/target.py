@@ -37,14 +37,12 @@ class Target:
     """The location of a function or class. `location` is a dotted module or the absolute path of a .py file;
     `attribute` is the name in it.
 
-    With `plugins` (paths of files to import), `attribute` is a name that one of them registers. `preset` are options
-    that the config's name contains. A `heavy` target gets a worker of its own, so that no other worker loads it too. An
-    `independent` one scores each completion on its own.
+    `preset` are options that the config's name contains. A `heavy` target gets a worker of its own, so that no other
+    worker loads it too. An `independent` one scores each completion on its own.
     """
 
     location: str
     attribute: str
-    plugins: tuple[str, ...] = ()
     preset: tuple[tuple[str, Any], ...] = ()
     heavy: bool = False
     independent: bool = False

@@ -28,12 +28,9 @@ from typing import Any
 
 from megagrpo.platform.process import user_code
 from megagrpo.platform.process.cleanup.parent_death import end_with_parent, guard_session
-from megagrpo.rewards.functions.text_rewards import text_of
-from megagrpo.rewards.registry.plugins import orms
 from megagrpo.rewards.registry.reward_values import LOG_ARGUMENTS, CallLog, InvalidRewards, Parts, reward_of, rewards_of
-from megagrpo.rewards.registry.target import BUILT_IN_REWARDS, Signature, Target
+from megagrpo.rewards.registry.target import Signature, Target
 from megagrpo.rewards.workers.channel import Channel, from_json
-from megagrpo.suggestions import did_you_mean
 
 PASSED_TO_ALL = (
     *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),
@@ -49,7 +46,6 @@ class Loaded:
 
     function: Callable[..., Any]
     options: dict[str, Any]
-    wants_text: bool  # pass completions as strings, whatever the prompts are
     signature: Signature
 
 
@@ -70,22 +66,12 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
         needs = getattr(function, "needs_columns", described["needs"])
         described["needs"] = tuple(n for n in needs if is_class or set(n).isdisjoint(options))
         described["independent"] = target.independent or bool(getattr(function, "independent", False))
-        _loaded[key] = Loaded(function, {} if is_class else options, bool(target.plugins), described)
+        _loaded[key] = Loaded(function, {} if is_class else options, described)
     return _loaded[key]
 
 
 def find(target: Target) -> Callable[..., Any]:
     """Import the function or class that `target` names; once per process."""
-    for path in target.plugins:
-        user_code.load_file(Path(path))
-    if target.plugins:
-        if taken := sorted(set(orms) & set(BUILT_IN_REWARDS)):
-            raise ValueError(f"rewards.plugins registers `{taken[0]}`, which is the name of a built-in; choose another")
-        if target.attribute not in orms:
-            known = [*orms, *BUILT_IN_REWARDS]
-            hint = did_you_mean(target.attribute, known)
-            raise ValueError(f"no reward function `{target.attribute}`{hint}; known: {', '.join(known)}")
-        return orms[target.attribute]
     return user_code.load(target.location, target.attribute)
 
 
@@ -136,8 +122,6 @@ def named_parameters(function: Callable[..., Any], skip_first: bool) -> tuple[li
 def call(loaded: Loaded, arguments: dict[str, Any], log: CallLog) -> Any:
     """Call the function with the arguments that it accepts. Returns its values or an awaitable of them."""
     arguments = arguments | copy.deepcopy(loaded.options) | {name: getattr(log, name) for name in LOG_ARGUMENTS}
-    if loaded.wants_text:
-        arguments["completions"] = [text_of(c) for c in arguments["completions"]]
     if not loaded.signature["open"]:
         arguments = {k: v for k, v in arguments.items() if k in loaded.signature["accepts"]}
     return loaded.function(**arguments)

@@ -34,7 +34,7 @@ def trial_scorer(
     models are not loaded, and the run's servers do not judge. Raises ValueError for functions that cannot be loaded."""
     left = [""] * len(rewards.functions)
     for i, f in enumerate(rewards.functions):
-        if resolve(f.function, rewards.plugins).heavy and not models:
+        if resolve(f.function).heavy and not models:
             left[i] = "loads a reward model; add --models"
         elif f.own_judge:
             left[i] = "asks the run's own servers"

@@ -28,7 +28,6 @@ data:
 evaluation: {sets: {more: {source: "./other"}}}
 rewards:
   functions: [{function: "mine.py:score"}, {function: "model:weights"}, {function: exact_number}]
-  plugins: [plugin.py]
 multi_turn: {scheduler: "turns.py:f", tools: ["tools.py:g", calculator], environment: "world.py:World"}
 rollout: {urls: ["http://host:1"], urls_file: servers, token_file: token, weight_sync_transport: "wire.py:T"}
 """
@@ -69,7 +68,6 @@ def test_paths_of_an_inherited_file_count_from_its_own_folder(parent, tmp_path, 
     assert config.run.callbacks == [f"{parent}/calls.py:Watch", "package.module:Stop"]
     assert (config.run.output_dir, config.run.trackers) == (f"{parent}/runs", [f"{parent}/track.py:T"])
     assert config.algorithm.loss_type == f"{parent}/loss.py:f"
-    assert config.rewards.plugins == [f"{parent}/plugin.py"]
     turns = config.multi_turn
     assert (turns.scheduler, turns.tools) == (f"{parent}/turns.py:f", [f"{parent}/tools.py:g", "calculator"])
     assert turns.environment == f"{parent}/world.py:World"

@@ -1,4 +1,4 @@
-"""Rewards run in parallel with generation and with each other: groups scored on arrival, coroutines, classes, plugins,
+"""Rewards run in parallel with generation and with each other: groups scored on arrival, coroutines, classes,
 separate workers."""
 
 import time
@@ -88,27 +88,11 @@ def one_at_a_time(completions):
 one_at_a_time.completions_per_call = 1
 """
 
-PLUGIN = """
-from megagrpo.rewards.registry.plugins import orms, register
-
-@register("is_text")
-def is_text(completions, **kwargs):
-    return [float(isinstance(c, str)) for c in completions]
-
-class External:
-    def __call__(self, completions, solution, **kwargs):
-        return [float(c == s) for c, s in zip(completions, solution)]
-
-orms["external_equal"] = External
-"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("user")
     (path / "mine.py").write_text(MINE)
-    (path / "plugin.py").write_text(PLUGIN)
-    (path / "clash.py").write_text("from megagrpo.rewards.registry.plugins import orms\norms['accuracy'] = len\n")
     return path
 
 
@@ -225,31 +209,6 @@ def test_classes_are_made_once_with_args_and_then_called(folder):
         match=r"functions\[0\].args.scales: `Length` has no such argument; did you mean `scale`\?; it takes scale",
     ):
         scorer(folder, {"function": "mine.py:Length", "args": {"scales": 10}})
-
-
-def test_plugins_register_names_and_get_texts_as_in_ms_swift(folder):
-    functions = [{"function": "is_text"}, {"function": "external_equal", "name": "equal"}, {"function": "exact_number"}]
-    with scorer(folder, *functions, plugins=["plugin.py"]) as s:
-        s.check_columns(["solution", "answer"])
-        scored = s.score(
-            rollouts("7", messages=[{"role": "user", "content": "Q"}], columns={"solution": "7", "answer": "7"})
-        )
-        assert scored[0].rewards == {"is_text": 1.0, "equal": 1.0, "exact_number": 1.0}
-
-
-@pytest.mark.parametrize(
-    "function, plugins, expected",
-    [
-        ("is_txt", ["plugin.py"], "no reward function `is_txt`; did you mean `is_text`?"),
-        ("is_text", ["no_plugin.py"], "rewards.plugins: no file"),
-        ("is_text", ["clash.py"], "registers `accuracy`, which is the name of a built-in"),
-        ("is_text", [], "or a name from rewards.plugins"),
-    ],
-)
-def test_a_plugin_that_does_not_fit_is_refused(folder, function, plugins, expected):
-    with pytest.raises(ValueError) as error:
-        scorer(folder, {"function": function}, plugins=plugins)
-    assert expected in str(error.value)
 
 
 def test_a_function_may_have_a_worker_of_its_own_and_a_deadline_of_its_own(folder):
