@@ -242,14 +242,11 @@ def source_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def stop_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield stop strings that no vLLM server could find, and a text option without stop strings."""
+    """Yield a text option without stop strings."""
     r, key = config.rollout, "rollout.stop"
     if not r.stop and not r.include_stop_str_in_output and not config.data.sampling_column:
         reason = "false has no effect without rollout.stop; name texts that end a response, or leave it out"
         yield Problem(("rollout.include_stop_str_in_output", key), reason)
-    if r.stop and str(config.model.tokenizer).endswith(".model"):
-        reason = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
-        yield Problem((key, "model.tokenizer"), f"{reason}; name a Hugging Face folder")
 
 
 def sampling_problems(config: RunConfig) -> Iterator[Problem]:
@@ -270,9 +267,6 @@ def sampling_problems(config: RunConfig) -> Iterator[Problem]:
     if r.structured_outputs and "--reasoning-parser" in options_of(r.extra_args):
         reason = "vLLM would begin after a thought, and the trainer cannot know where; leave --reasoning-parser out"
         yield Problem((key, "rollout.extra_args"), reason)
-    if r.structured_outputs and str(config.model.tokenizer).endswith(".model"):
-        reason = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
-        yield Problem((key, "model.tokenizer"), f"{reason}; name a Hugging Face folder")
 
 
 def thinking_problems(config: RunConfig) -> Iterator[Problem]:

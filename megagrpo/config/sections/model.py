@@ -19,7 +19,7 @@ class ModelSection(Section):
     """Weights of the reference, in the format of `path`, with the same architecture and vocabulary; the policy's
     initial weights when empty."""
     tokenizer: str | None = None
-    """Tokenizer folder, hub name, or a bare SentencePiece `.model` file; the model's own when empty."""
+    """Tokenizer folder or hub name; the model's own when empty."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Compute precision. bf16 and fp16 keep fp32 master weights; fp16 scales the loss. auto: bf16 on GPUs and CPUs with
     bf16 support, else fp32."""

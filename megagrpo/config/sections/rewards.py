@@ -111,9 +111,6 @@ def numbered(stems: Iterable[str]) -> list[str]:
 def judge_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield judges that the run's servers cannot be."""
     judges, key = config.all_rewards.own_judges, "rewards.functions"
-    if judges and str(config.model.tokenizer).endswith(".model"):
-        reason = "args.judge needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file"
-        yield Problem((key, "model.tokenizer"), f"{reason}; name a Hugging Face folder, or a server in args.url")
     if "reference" in judges and (not config.lora.syncs_adapters or config.model.reference_path):
         reason = "args.judge: reference needs the reference's weights below an adapter (lora.rank, lora.sync: adapter)"
         fix = "serve the reference with `vllm serve` and name it in args.url"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.config import RunConfig
-from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_of
+from megagrpo.data.tokens.tokenizer import Tokenizer, tokenizer_of
 
 GRAMMAR = "rollout.structured_outputs"
 MASK_BITS = 32
@@ -43,13 +43,8 @@ class Grammars:
         self._next = 0
 
     @cached_property
-    def _tokenizer(self) -> HuggingFaceTokenizer:
-        tokenizer = self._load_tokenizer()
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise ValueError(
-                f"{GRAMMAR}: needs a tokenizer that vLLM loads; name a Hugging Face folder in model.tokenizer"
-            )
-        return tokenizer
+    def _tokenizer(self) -> Tokenizer:
+        return self._load_tokenizer()
 
     @cached_property
     def compiler(self) -> Any:

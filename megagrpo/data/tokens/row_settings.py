@@ -17,7 +17,7 @@ from megagrpo.config.sections.rollout import RowSampling, constraint_of
 from megagrpo.data.images.prompt_images import IMAGE_COLUMNS
 from megagrpo.data.tokens.request_trial import shared_trial
 from megagrpo.data.tokens.sampling import bias_ids, sampling_of, token_problem
-from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.suggestions import did_you_mean
 
 # Parameters of vLLM's requests that a row cannot have, with the reason.
@@ -132,10 +132,6 @@ class RowReader:
             if values.get(name) and drafts_tokens(rollout.extra_args):
                 fix = "remove it from the rows, or the drafts from rollout.extra_args"
                 raise ValueError(f"{said}: vLLM's speculative decoding refuses {name}; {fix}")
-        for name in ("stop", "structured_outputs"):  # servers find them in the text
-            if values.get(name) and not isinstance(self.tokenizer, HuggingFaceTokenizer):
-                fix = "name a Hugging Face folder in model.tokenizer"
-                raise ValueError(f"{said}: {name} needs a tokenizer that vLLM loads; {fix}")
         self._check_thinking(values, said)
         again = rollout.max_staleness and (rollout.in_flight == "resume" or self.config.lora.syncs_adapters)
         if again and values.get("structured_outputs"):

@@ -1,12 +1,10 @@
-"""Converts text and chat messages to token ids and back, with Hugging Face tokenizers or bare SentencePiece models.
+"""Converts text and chat messages to token ids and back, with Hugging Face tokenizers.
 
 Packages are imported when a tokenizer is loaded: transformers opens 6,000 files, and most ranks load no tokenizer.
 """
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,13 +62,9 @@ def _with_stop_tokens(tokenizer: Tokenizer, stop: Sequence[str]) -> tuple[int, .
 
 
 def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> Tokenizer:
-    """Load the tokenizer from a Hugging Face folder, hub name or SentencePiece `.model` file (Llama 2, Mistral, Gemma).
+    """Load the tokenizer from a Hugging Face folder or hub name.
 
     `model_path` holds generation_config.json, if `path` does not. Raises ValueError when `path` has no tokenizer."""
-    if str(path).endswith(".model"):
-        if not Path(path).is_file():
-            raise ValueError(f"model.tokenizer: no SentencePiece file {Path(path).absolute()}; correct the path")
-        return SentencePieceTokenizer(path, _generation_eos(model_path or Path(path).parent))
     if Path(path).is_dir() and (odd := irregular_entry(path)):
         raise ValueError(f"model.tokenizer: {odd} is no regular file; remove it, or download the file again")
     from transformers import AutoTokenizer
@@ -84,7 +78,7 @@ def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> To
         raise ValueError(
             f"model.tokenizer: {path} is neither a tokenizer's folder nor a hub name that can be loaded: {error}"
         ) from error
-    return HuggingFaceTokenizer(tokenizer, _generation_eos(model_path or path))
+    return Tokenizer(tokenizer, _generation_eos(model_path or path))
 
 
 def _beginning(text: str) -> str:
@@ -93,19 +87,22 @@ def _beginning(text: str) -> str:
     return line if len(line) <= 60 else f"{line[:60]}..."
 
 
-class Tokenizer(ABC):
-    """The interface of tokenizers.
+class Tokenizer:
+    """A tokenizer of transformers.
 
     `eos_token_ids` are all ids that end a response, from the tokenizer and generation_config.json, sorted.
     `template_kwargs` are variables of all prompts, and `images` reads their images; None: they have none."""
 
-    def __init__(self, eos_token_ids: Iterable[int], chat_template: str | Mapping[str, str] | None):
-        """`chat_template` is the tokenizer's Jinja template, or its templates by name, or None."""
-        self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
-        self._chat_template = chat_template
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, more_eos: Iterable[int] = ()):
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.eos_token_ids = tuple(sorted({*own, *more_eos}))
+        self._chat_template: str | Mapping[str, str] | None = tokenizer.chat_template  # in Jinja, or several by name
         self.template_kwargs: Mapping[str, Any] = {}
         self.images: ImageReader | None = None  # set by a caller that knows the model
         self.thinking: Thinking | None = None  # of the run
+        self.tokenizer: Any = tokenizer  # its methods return one of several types, by their arguments
+        left_out = {i for i in self.special_ids() if self.token_text(i) not in TAGS}
+        self._left_out = left_out if len(left_out) < len(self.special_ids()) else None  # None: no tag is special
 
     def template(self, configured: str | None, tools: Sequence[dict[str, Any]] = ()) -> str | None:
         """Return the template of prompts with these `tools`: `configured`, as `data.chat_template` names it, or else
@@ -124,35 +121,38 @@ class Tokenizer(ABC):
             "Jinja text or a file"
         )
 
-    @abstractmethod
     def __len__(self) -> int:
         """Number of token ids, added tokens included."""
+        return len(self.tokenizer)
 
-    @abstractmethod
     def pieces(self) -> list[str]:
         """Return the token of each id, in the tokenizer's notation."""
+        return self.tokenizer.convert_ids_to_tokens(range(len(self)))
 
-    @abstractmethod
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of `text`, in which control tokens such as <s> are recognized. `add_special_tokens` adds
         BOS if the model expects it."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    @abstractmethod
     def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
-        """Return the text of the ids, without special tokens except TAGS; with `special` also theirs, if the tokenizer
-        has any."""
+        """Return the text of the ids, without special tokens except TAGS; with `special` also theirs."""
+        if self._left_out is not None and not special:
+            token_ids, special = [i for i in token_ids if i not in self._left_out], True
+        options = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(list(token_ids), **options)
 
-    @abstractmethod
     def token_text(self, token_id: int) -> str:
         """Return the text of a special token, such as "</s>"."""
+        return self.tokenizer.convert_ids_to_tokens(token_id) or ""
 
-    @abstractmethod
     def special_ids(self) -> list[int]:
         """Return the ids of special tokens, which `decode` leaves out, except TAGS."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return [token_id for token_id, token in added if token.special]
 
-    @abstractmethod
     def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """Render chat messages as text. `options` are arguments of transformers' renderer and template variables."""
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
     def apply_template(
         self,
@@ -238,90 +238,6 @@ class Tokenizer(ABC):
         raise ValueError(
             f"data.chat_template: {what} a chat template, but the tokenizer has none; set Jinja text or a file"
         )
-
-
-class HuggingFaceTokenizer(Tokenizer):
-    """Wraps a tokenizer of transformers."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, more_eos: Iterable[int] = ()):
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        super().__init__([*own, *more_eos], tokenizer.chat_template)
-        self.tokenizer: Any = tokenizer  # its methods return one of several types, by their arguments
-        left_out = {i for i in self.special_ids() if self.token_text(i) not in TAGS}
-        self._left_out = left_out if len(left_out) < len(self.special_ids()) else None  # None: no tag is special
-
-    def __len__(self) -> int:
-        return len(self.tokenizer)
-
-    def pieces(self) -> list[str]:
-        return self.tokenizer.convert_ids_to_tokens(range(len(self)))
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
-        if self._left_out is not None and not special:
-            token_ids, special = [i for i in token_ids if i not in self._left_out], True
-        options = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        return self.tokenizer.decode(list(token_ids), **options)
-
-    def token_text(self, token_id: int) -> str:
-        return self.tokenizer.convert_ids_to_tokens(token_id) or ""
-
-    def special_ids(self) -> list[int]:
-        added = self.tokenizer.added_tokens_decoder.items()
-        return [token_id for token_id, token in added if token.special]
-
-    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-
-
-class SentencePieceTokenizer(Tokenizer):
-    """Wraps a `.model` file with SentencePiece: transformers' conversion differs in leading spaces and normalization.
-
-    SentencePiece does not recognize control tokens (<s>, </s>) in a text, so rendered templates are split at them. Each
-    piece is encoded separately, dummy prefix included, as in Meta's and Mistral's code."""
-
-    def __init__(self, path: str | Path, more_eos: Iterable[int] = ()):
-        from sentencepiece import SentencePieceProcessor
-
-        self.processor = SentencePieceProcessor(model_file=str(path))
-        own = [] if self.processor.eos_id() < 0 else [self.processor.eos_id()]
-        super().__init__([*own, *more_eos], None)
-        ids = range(self.processor.vocab_size())
-        self._control = {self.processor.id_to_piece(i): i for i in ids if self.processor.is_control(i)}
-        self._cut = re.compile("(" + "|".join(map(re.escape, sorted(self._control, key=len, reverse=True))) + ")")
-
-    def __len__(self) -> int:
-        return self.processor.vocab_size()
-
-    def pieces(self) -> list[str]:
-        return [self.processor.id_to_piece(i) for i in range(len(self))]
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = [self.processor.bos_id()] if add_special_tokens and self.processor.bos_id() >= 0 else []
-        for part in self._cut.split(text) if self._control else [text]:
-            ids += [self._control[part]] if part in self._control else self.processor.encode(part)
-        return ids
-
-    def decode(self, token_ids: Sequence[int], special: bool = False) -> str:
-        ids = map(int, token_ids)  # control tokens have no text, nor have ids that only the model has
-        return self.processor.decode([token_id for token_id in ids if 0 <= token_id < len(self)])
-
-    def token_text(self, token_id: int) -> str:
-        return self.processor.id_to_piece(token_id) if 0 <= token_id < len(self) else ""
-
-    def special_ids(self) -> list[int]:
-        return list(self._control.values())
-
-    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        p = self.processor
-        names = {"bos_token": p.bos_id(), "eos_token": p.eos_id(), "unk_token": p.unk_id()}
-        tokens = {name: p.id_to_piece(i) for name, i in names.items() if i >= 0}
-        rendered: Any = render_jinja_template([messages], **(tokens | options))
-        return rendered[0][0]
 
 
 def as_messages(prompt: Messages, system_prompt: str | None) -> list[dict[str, Any]]:

@@ -154,7 +154,7 @@ def _options(
 ) -> ServerOptions:
     """Return vLLM's options of `rollout`'s servers. `beside_ranks`: they may share GPUs with trainer ranks."""
     r = config.rollout
-    rows = config.has_own_sampling and not str(config.model.tokenizer).endswith(".model")
+    rows = config.has_own_sampling
     agents = any(task.config.multi_turn.agent for task in config.each_task)
     return ServerOptions(
         model=str(model_folder.resolve()),

@@ -17,8 +17,8 @@ _LONG_THREADS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 class TextThreads:
     """Renders, tokenizes and parses long texts outside of the event loop.
 
-    Tokenizers release the GIL, and so does SentencePiece. Templates hold it, but Python takes it from a thread after
-    5 ms. One call of `json` holds it to its end: `agent_messages.read_json` says what that means.
+    Tokenizers release the GIL. Templates hold it, but Python takes it from a thread after 5 ms. One call of `json`
+    holds it to its end: `agent_messages.read_json` says what that means.
     """
 
     def __init__(self) -> None:

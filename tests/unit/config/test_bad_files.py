@@ -34,7 +34,7 @@ class Letters(Tokenizer):
     """A token per character, and transformers' own rendering."""
 
     def __init__(self):
-        super().__init__([0], None)
+        self.eos_token_ids, self._chat_template, self.template_kwargs = (0,), None, {}
 
     def __len__(self):
         return 128

@@ -31,8 +31,6 @@ REFUSED = {
     "{'json': 'text'})",
     "rollout.structured_outputs.grammar=a": "rollout.structured_outputs: grammar must be in EBNF, with rules such as "
     "`root ::= ...` (got {'grammar': 'a'})",
-    "rollout.structured_outputs.regex=a model.tokenizer=t.model": "rollout.structured_outputs: needs a tokenizer that "
-    "vLLM loads, but model.tokenizer is a bare SentencePiece file; name a Hugging Face folder",
     "rollout.structured_outputs.regex=a rollout.extra_args=[--reasoning-parser,qwen3]": "rollout.structured_outputs: "
     "vLLM would begin after a thought, and the trainer cannot know where; leave --reasoning-parser out",
     "data.sampling_column=sampling train.fused_logprobs=true": "data.sampling_column: gives tokens their own "
@@ -62,8 +60,6 @@ REFUSED = {
     "rollout.stop=['']": "rollout.stop.0: must not be empty, because an empty text ends every response (got '')",
     "rollout.include_stop_str_in_output=false": "rollout.include_stop_str_in_output: false has no effect without "
     "rollout.stop; name texts that end a response, or leave it out",
-    "rollout.stop=[x] model.tokenizer=t.model": "rollout.stop: needs a tokenizer that vLLM loads, but model.tokenizer "
-    "is a bare SentencePiece file; name a Hugging Face folder",
     "rollout.thinking_end=</think>": "rollout.thinking_end: has no effect without rollout.max_thinking_tokens; set it, "
     "or leave it out",
     "rollout.max_thinking_tokens=0": "rollout.max_thinking_tokens: must be greater than 0 (got 0)",

@@ -10,7 +10,7 @@ from megagrpo.data.tokens.assistant_mask import masked_chat, masked_text
 from megagrpo.data.tokens.chat_templates import check_kwargs, opened_thought, variables
 from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import load_tokenizer, tokenizer_of
-from tests.unit.data.test_tokenizer import CHATML, LLAMA_2, base_folder, chat_folder, sentencepiece_model  # noqa: F401
+from tests.unit.data.test_tokenizer import CHATML, LLAMA_2, base_folder, chat_folder  # noqa: F401
 from tests.unit.for_each import for_each
 
 # The ends of the generation prompts of public templates, after a ChatML beginning.
@@ -143,18 +143,6 @@ def test_a_row_has_variables_of_its_own(chat_folder, tmp_path):  # noqa: F811
     ]:
         with pytest.raises(ValueError, match=f"data.train: {said}"):
             source(tmp_path, [{"prompt": QUESTION, "chat_template_kwargs": value}], chat_template=QWEN35)
-
-
-def test_a_bare_sentencepiece_model_gets_the_variables_too(sentencepiece_model):  # noqa: F811
-    tokenizer = load_tokenizer(sentencepiece_model)
-    tokenizer.template_kwargs = {"tail": "<think>\n"}
-    template = LLAMA_2 + "{{ tail }}"
-    ids = tokenizer.render("Hi", chat_template=template)
-    assert (
-        tokenizer.decode(ids).endswith("[/INST]<think>\n")
-        and opened_thought(tokenizer.decode(ids, special=True)) == "<think>\n"
-    )
-    assert tokenizer.decode(tokenizer.render("Hi", chat_template=template, kwargs={"tail": "7"})).endswith("[/INST]7")
 
 
 @pytest.mark.parametrize(

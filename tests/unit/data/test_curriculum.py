@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 from megagrpo.config import DataSection, DatasetSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.data_identity import DataIdentity
-from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
+from megagrpo.data.tokens.tokenizer import Tokenizer as HuggingFaceTokenizer
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns

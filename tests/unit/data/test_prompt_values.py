@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import sentencepiece
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 
@@ -11,7 +10,7 @@ from megagrpo.config import DataSection, RunConfig
 from megagrpo.data.prompt_values import as_prompt
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.tokens.sampling import sampling_of
-from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from megagrpo.data.tokens.tokenizer import Tokenizer as HuggingFaceTokenizer
 from megagrpo.trainer.evaluation.sets import load_sets
 from tests.unit.for_each import for_each
 
@@ -49,21 +48,9 @@ def made(kind: str):
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sentencepiece")
-    sentences = [f"{a} + {b} is {a + b}. [INST] Who? [/INST] <start_of_turn>" for a in range(20) for b in range(9)]
-    options = {
-        "vocab_size": 300,
-        "hard_vocab_limit": False,
-        "byte_fallback": True,
-        "model_type": "bpe",
-        "minloglevel": 2,
-    }
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_prefix=str(folder / "t"), **options
-    )
+def tokenizers():
     kinds = ("hf", "hf with bos", "hf with two")
-    return {kind: made(kind) for kind in kinds} | {"sentencepiece": SentencePieceTokenizer(folder / "t.model")}
+    return {kind: made(kind) for kind in kinds}
 
 
 def source(tokenizer, tmp_path, prompts, **data):
@@ -75,9 +62,7 @@ def source(tokenizer, tmp_path, prompts, **data):
 # ----------------------------------------------------------------------------------------------------- rendered prompts
 
 
-@pytest.mark.parametrize(
-    ("kind", "bos"), [("hf", ""), ("hf with bos", "<s>"), ("hf with two", "[gMASK]<sop>"), ("sentencepiece", "<s>")]
-)
+@pytest.mark.parametrize(("kind", "bos"), [("hf", ""), ("hf with bos", "<s>"), ("hf with two", "[gMASK]<sop>")])
 def test_plain_text_begins_with_one_bos_whoever_wrote_it(tokenizers, tmp_path, kind, bos):
     tokenizer = tokenizers[kind]
     texts = ["2 + 2?", bos + "2 + 2?", f"\n {bos}2 + 2?"]
@@ -90,7 +75,7 @@ def test_plain_text_begins_with_one_bos_whoever_wrote_it(tokenizers, tmp_path, k
     assert prompts.warnings == []
 
 
-@for_each("kind", ["hf", "hf with bos", "sentencepiece"])
+@for_each("kind", ["hf", "hf with bos"])
 @for_each(("template", "mark"), list(zip(TEMPLATES, MARKS, strict=True)))
 def test_a_prompt_that_holds_the_template_s_text_is_a_warning(tokenizers, tmp_path, kind, template, mark):
     tokenizer = tokenizers[kind]

@@ -19,7 +19,7 @@ from megagrpo.config import DataSection, DatasetSection, load_config
 from megagrpo.data.prompts import PromptSource, prompt_reader
 from megagrpo.data.sources.data_identity import DataIdentity
 from megagrpo.data.sources.prompt_order import PromptOrder
-from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
+from megagrpo.data.tokens.tokenizer import Tokenizer as HuggingFaceTokenizer
 from megagrpo.train_types import TrainState
 from tests.unit.for_each import for_each
 

@@ -1,11 +1,9 @@
-"""Tokenizers: Hugging Face folders and bare SentencePiece models, chat templates, end tokens."""
+"""Tokenizers: Hugging Face folders, chat templates, end tokens."""
 
 import base64
 import json
-import shutil
 
 import pytest
-import sentencepiece
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -15,7 +13,6 @@ from megagrpo.data.tokens.tokenizer import load_tokenizer, read_chat_template
 from megagrpo.environments.episodes.tool_calls import hermes
 from megagrpo.families.weight_sources import resolve_model
 from megagrpo.planner.rules.checked_files import tokenizer_problems
-from tests.unit.for_each import for_each
 
 SENTENCES = [f"What is {a} + {b}? The sum of {a} and {b} is {a + b}." for a in range(20) for b in range(20)]
 CHATML = (
@@ -58,25 +55,6 @@ def base_folder(chat_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="module", params=["bpe", "unigram"])
-def sentencepiece_model(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES),
-        model_prefix=str(folder / "tokenizer"),
-        model_type=request.param,
-        vocab_size=330,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        split_digits=True,
-        user_defined_symbols=["<start_of_turn>"],
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
-    return folder / "tokenizer.model"
 
 
 def test_end_tokens_are_those_of_the_tokenizer_and_of_the_generation_config(chat_folder, base_folder):
@@ -206,47 +184,8 @@ def test_a_chat_template_comes_as_text_or_from_a_file(tmp_path, monkeypatch):
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"model.tokenizer: no SentencePiece file .*nowhere.model"):
-        load_tokenizer(tmp_path / "nowhere.model")
     with pytest.raises(ValueError, match=r"model.tokenizer: .* is neither a tokenizer's folder"):
         load_tokenizer(tmp_path)
-
-
-@for_each("text", ["What is 3 + 7?", " two  spaces ", "né ☃ \n\ttabs", "", "<start_of_turn>user"])
-def test_a_sentencepiece_model_gives_the_ids_and_text_of_sentencepiece(sentencepiece_model, text):
-    ours, theirs = (
-        load_tokenizer(sentencepiece_model),
-        sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model)),
-    )
-    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
-    assert list(ours.render(text)) == [theirs.bos_id(), *theirs.encode(text)]
-    assert ours.decode([theirs.bos_id(), *theirs.encode(text), theirs.eos_id()]) == text
-    assert ours.eos_token_ids == (theirs.eos_id(),) and len(ours) == theirs.vocab_size()
-
-
-def test_a_sentencepiece_model_takes_a_chat_template_and_recognises_its_control_tokens(sentencepiece_model):
-    ours, theirs = (
-        load_tokenizer(sentencepiece_model),
-        sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model)),
-    )
-    ids = ours.render("What is 3?", chat_template=LLAMA_2)
-    assert list(ids) == [theirs.bos_id(), *theirs.encode("[INST] What is 3? [/INST]")]
-    turns = ours.encode("one</s>two<s>", add_special_tokens=False)
-    assert turns == [*theirs.encode("one"), theirs.eos_id(), *theirs.encode("two"), theirs.bos_id()]
-
-
-def test_ids_that_only_the_model_has_are_no_text(sentencepiece_model):
-    """Models pad their vocabulary, and sample ids above the tokenizer's."""
-    ours = load_tokenizer(sentencepiece_model)
-    ids = ours.encode("What is 3?", add_special_tokens=False)
-    for more in (len(ours), len(ours) + 5, 10**6):
-        assert ours.decode([*ids[:1], more, *ids[1:], more]) == "What is 3?" and ours.token_text(more) == ""
-
-
-def test_a_sentencepiece_model_takes_the_end_tokens_of_a_generation_config_beside_it(sentencepiece_model, tmp_path):
-    shutil.copy(sentencepiece_model, tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert load_tokenizer(tmp_path / "tokenizer.model").eos_token_ids == (2, 7)
 
 
 TEXT = "What is 3 + 4? π, 😀\n  é x"
@@ -262,12 +201,6 @@ def test_the_texts_of_single_tokens_join_to_the_text_and_a_character_of_several_
     end = tokenizer.eos_token_ids[-1]
     assert TokenTexts(tokenizer).of([end, ids[0]]) == [tokenizer.token_text(end), texts[0]]
     assert TokenTexts(tokenizer).of(ids[: face + 2])[face:] == ["\ufffd", ""]  # a response that ends inside a character
-
-
-def test_the_texts_of_single_tokens_of_sentencepiece_join_to_the_text(sentencepiece_model):
-    tokenizer = load_tokenizer(sentencepiece_model)
-    ids = tokenizer.encode("What is 3 + 4? π", add_special_tokens=False)
-    assert "".join(TokenTexts(tokenizer).of(ids)).strip() == "What is 3 + 4? π"
 
 
 def code_folder(folder):

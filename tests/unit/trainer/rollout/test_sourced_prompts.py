@@ -15,7 +15,7 @@ from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.data.sources.task_mixture import Mixture
-from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
+from megagrpo.data.tokens.tokenizer import Tokenizer as HuggingFaceTokenizer
 from megagrpo.engine.http.protocol import EngineError
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.train_types import TrainState
