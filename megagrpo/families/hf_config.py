@@ -23,7 +23,7 @@ from megagrpo.families.shared.vision import TOWER
 from megagrpo.families.shared.wrapper import Naming
 from megagrpo.regular_files import read_regular
 
-MODEL = ("model",)  # keys of a problem with the model's folder
+MODEL_KEYS = ("model",)  # keys of a problem with the model's folder
 _LATENT = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
 # Megatron's linears outside of experts, in the order of the forward pass
 _LINEARS = (
@@ -55,7 +55,7 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
         if isinstance(raw, dict):
             return raw
         said = f"{path} must contain a JSON object; download it again"
-    raise ProblemError(Problem(MODEL, said))
+    raise ProblemError(Problem(MODEL_KEYS, said))
 
 
 def _with_floats(value: dict[str, Any]) -> Any:
@@ -106,7 +106,7 @@ def _linears(hf_config: HfConfig) -> dict[str, tuple[str, ...]]:
 
 def _of_model(lines: Sequence[str]) -> list[Problem]:
     """Return texts about config.json as problems of the model's folder."""
-    return [Problem(MODEL, line) for line in lines]
+    return [Problem(MODEL_KEYS, line) for line in lines]
 
 
 def _unsupported(config: HfConfig) -> list[str]:

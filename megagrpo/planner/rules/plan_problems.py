@@ -9,7 +9,7 @@ from math import ceil
 from megagrpo.config import ConfigError, LoraSection, Problem, ProblemError, RolloutSection, RunConfig
 from megagrpo.config.rules.config_rules import LONGEST_SAMPLE
 from megagrpo.families.family_index import FAMILIES
-from megagrpo.families.hf_config import MODEL, HfConfig, load_hf_config, model_problems, trained_tower_problems
+from megagrpo.families.hf_config import MODEL_KEYS, HfConfig, load_hf_config, model_problems, trained_tower_problems
 from megagrpo.families.weight_sources import shape_folder
 from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.gpu_specs import Gpu
@@ -64,7 +64,7 @@ def check(
     except ProblemError as error:
         return Findings([*problems, *error.problems])
     unfit = model_problems(model, config.parallel)
-    if any(problem.keys == MODEL for problem in unfit):
+    if any(problem.keys == MODEL_KEYS for problem in unfit):
         return Findings(problems + unfit)
     tokenizer = config.model.tokenizer or config.model.path
     problems += _of_tasks(config, lambda own: tokenizer_problems(tokenizer, own.data, model.vocab_size)) + unfit
