@@ -89,6 +89,7 @@ def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) ->
         "training": _printable_names(curves(run.steps, steps_per_point)),
         "evaluations": _printable_names(curves(run.evaluations, evaluations_per_point)),
         "config": changed_settings.rows(run.config),
+        "rows": _learns_from_rows(run),
     }
 
 
@@ -122,9 +123,13 @@ def facts(run: RunFiles) -> list[list[str]]:
 def _step(run: RunFiles) -> str:
     """Return the rows of a step, or its prompts and their responses."""
     count, group = run.setting("rollout.prompts_per_step"), " or ".join(map(str, sorted({*run.group_sizes.values()})))
-    if run.setting("algorithm.loss_type") in ROW_LOSSES:
+    if _learns_from_rows(run):
         return f"{count} rows"
     return f"{count} prompts × {group} responses" if group else ""
+
+
+def _learns_from_rows(run: RunFiles) -> bool:
+    return run.setting("algorithm.loss_type") in ROW_LOSSES
 
 
 def _printable_names(curve: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
+from megagrpo.data.examples import Layout as RowLayout
 from megagrpo.data.packing.readings import with_readings, with_teachers
 from megagrpo.data.packing.sample_packing import SampleShapes, build_batch, packing_rules, plan_packing
 from megagrpo.families.hf_config import HfConfig
@@ -28,11 +29,15 @@ from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.optimizer.policy_optimizer import gather_gradients
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.scalar_model import ScalarModel
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.policy.teacher import build_teachers
 from megagrpo.proof.verify.shrink import random_routes, random_tensor
 from megagrpo.records.rows.step_metrics import values_of
 from megagrpo.train_types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
+from megagrpo.trainer.methods.method_table import ROW_METHODS
+from megagrpo.trainer.methods.row_loop import with_step_values
+from megagrpo.trainer.methods.row_wiring import Method
 from megagrpo.weights.blocks.parameter_blocks import Parameter, adapter_blocks, blocks, fill, trained_blocks
 
 Tensors = dict[str, Tensor]
@@ -58,18 +63,20 @@ def take_step(
     samples: Sequence[TrainSample],
     weights: Callable[[str, tuple[int, ...]], Tensor] | None = None,
 ) -> Outcome | None:
-    """Take one GRPO step on `samples` in the layout of `config`; return the outcome on rank 0, None elsewhere.
+    """Take one step of the config's method on `samples` in the layout of `config`. Return the outcome on rank 0, None
+    elsewhere.
 
     `weights(name, shape)` returns the model's tensors by Hugging Face name; None: random tensors. The policy is moved
-    away from them;
-    the reference of a KL term keeps them. Collective over the world, which stays open for another layout.
+    away from them; the reference keeps them. Collective over the world, which stays open for another layout.
     """
     layout = init_layout(config.parallel, config.run.seed)
     try:
         policy, batch, logprobs = prepare(config, hf_config, layout, samples, weights)
         divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
         batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
-        metrics = policy.backward(batch, make_loss(config.algorithm), divisor)
+        method = _row_method(config)
+        loss_fn = (method.make_loss if method else make_loss)(config.algorithm)
+        metrics = policy.backward(batch, loss_fn, divisor)
         gather_gradients(policy.model)
         gradients, apart, padding = whole_tensors(policy, hf_config, layout, attrgetter("main_grad"))
         metrics |= policy.update()
@@ -92,9 +99,13 @@ def prepare(
     weights: Callable[[str, tuple[int, ...]], Tensor] | None = None,
 ) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
     """Return (policy, this rank's batch with all loss inputs, policy log-probs [T] per micro-batch) before a step."""
-    policy = MegatronPolicy(config, layout, hf_config)
+    method = _row_method(config)
+    policy = (method.kind if method else MegatronPolicy)(config, layout, hf_config)
     random = partial(random_tensor, temperature=config.rollout.temperature, centred_norms=hf_config.centred_norms)
     fill_weights(policy, hf_config, layout, weights or random)
+    if isinstance(policy, ScalarModel):
+        policy.fill_head(random_tensor("score.weight", (hf_config.hidden_size,)))
+    samples = samples if method is None else [_row_sample(sample, method.layout) for sample in samples]
     reference = Reference(policy) if config.algorithm.has_reference else None
     shapes = [None if teacher.is_own else hf_config for teacher in config.algorithm.teacher]
     teachers = [*build_teachers(config, policy, reference, shapes)]
@@ -115,9 +126,26 @@ def prepare(
     logprobs = policy.logprobs(batch)
     batch = batch.with_terms(old_logprobs=_old_logprobs(batch, logprobs))
     batch = reference.annotate(batch) if reference is not None and config.algorithm.beta else batch
+    if config.algorithm.loss.whole_step:
+        batch = with_step_values(batch, config.algorithm, layout, torch.tensor([one.advantage for one in samples]))
     for teacher in teachers:
         batch = teacher.annotate(batch, step=1)
     return policy, batch, logprobs
+
+
+def _row_method(config: RunConfig) -> Method | None:
+    of = ROW_METHODS.get(config.algorithm.loss.method)
+    return None if of is None else of(config)
+
+
+def _row_sample(sample: TrainSample, layout: RowLayout) -> TrainSample:
+    """Return the sample as a method on rows has it: with a score at its last token, with a label, or the value 1 of a
+    response."""
+    mask, odd = sample.response_mask, sample.index % 2
+    if layout.scores:
+        mask = torch.arange(mask.numel()) == mask.numel() - 1
+    value = 0.3 * (1 - odd) if layout.scores else (0.0 if odd else 1.0 - sample.index % 4) if layout.mismatched else 1.0
+    return replace(sample, response_mask=mask, advantage=value, truncated=False)
 
 
 def _read_by_teachers(samples: Sequence[TrainSample], config: RunConfig) -> Sequence[TrainSample]:

@@ -7,18 +7,12 @@ the model below its adapters.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
-
 from megagrpo.algorithms.preference_losses import make_loss
 from megagrpo.config import RunConfig
 from megagrpo.data.examples import LABELED, PREFERENCES
-from megagrpo.platform.parallel.layout import Layout
-from megagrpo.trainer.methods.row_loop import RowLoop
-from megagrpo.trainer.methods.row_wiring import Method, build_rows
+from megagrpo.trainer.methods.row_wiring import Method
 
 
-def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> RowLoop:
-    """Build the training loop; see `build_rows`."""
-    rows = LABELED if config.algorithm.loss_type == "kto" else PREFERENCES
-    return build_rows(Method(make_loss, rows), config, base_folder, layout, resources)
+def method(config: RunConfig) -> Method:
+    """Return what this method differs in."""
+    return Method(make_loss, LABELED if config.algorithm.loss_type == "kto" else PREFERENCES)

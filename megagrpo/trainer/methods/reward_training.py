@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Set
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -20,20 +19,17 @@ from megagrpo.data.examples import SCORED_PAIRS, ExampleSource
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.weight_sources import INDEX, SINGLE
 from megagrpo.platform.parallel.agree import on_first_rank
-from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.scalar_model import ScalarModel
-from megagrpo.trainer.methods.row_loop import RowLoop
-from megagrpo.trainer.methods.row_wiring import Method, build_rows
+from megagrpo.trainer.methods.row_wiring import Method
 from megagrpo.trainer.run_inputs import Data
 from megagrpo.weights.bridge.load import embedding_and_head
 
 SCORE, SCORE_FILE, RENAMED = "score.weight", "score.safetensors", "backbone.safetensors"
 
 
-def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> RowLoop:
-    """Build the training loop; see `build_rows`."""
-    method = Method(make_score_loss, SCORED_PAIRS, ScalarModel, start, write_score)
-    return build_rows(method, config, base_folder, layout, resources)
+def method(config: RunConfig) -> Method:
+    """Return what this method differs in."""
+    return Method(make_score_loss, SCORED_PAIRS, ScalarModel, start, write_score)
 
 
 def start(policy: ScalarModel, data: Data) -> None:

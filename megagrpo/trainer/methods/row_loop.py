@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from itertools import batched
 
 import numpy as np
+from torch import Tensor
 
 from megagrpo.algorithms.preference_losses import of_step
 from megagrpo.algorithms.reductions import denominator
+from megagrpo.config import AlgorithmSection
 from megagrpo.data.examples import Answer, Example
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.metric_sums import merged
 from megagrpo.policy.reference import sums_by_sample
 from megagrpo.records.rows.recorder import TrainedRollouts
@@ -63,11 +66,14 @@ class Rows:
         """Pack the responses; their values take the place of advantages. Adds the reference's log-probs, if any."""
         values, learning = samples.rewards(self.group).flatten(), self.learning
         (batch,) = learning.batches(samples, values)
-        algorithm = learning.config.algorithm
-        if not algorithm.loss.whole_step:
-            return batch
-        sums = sums_by_sample([batch], learning.policy.layout)
-        return batch.with_advantages(of_step(algorithm, sums, values))
+        if (algorithm := learning.config.algorithm).loss.whole_step:
+            batch = with_step_values(batch, algorithm, learning.policy.layout, values)
+        return batch
+
+
+def with_step_values(batch: TrainBatch, algorithm: AlgorithmSection, layout: Layout, values: Tensor) -> TrainBatch:
+    """Return the batch with what its loss knows of the whole step in place of the values [N]. Collective."""
+    return batch.with_advantages(of_step(algorithm, sums_by_sample([batch], layout), values))
 
 
 @dataclass

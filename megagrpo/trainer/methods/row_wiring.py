@@ -45,9 +45,12 @@ class Method:
     finish: Callable[[Any, Path, Data], None] = lambda policy, folder, data: None  # the trained model's folder
 
 
-def build_rows(method: Method, config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> RowLoop:
+def build_rows(
+    method_of: Callable[[RunConfig], Method], config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack
+) -> RowLoop:
     """Build every component of a run on rows. Components to close are entered into `resources`. Raises ConfigError for
     errors that the user can fix."""
+    method = method_of(config)
     with as_config_errors():
         read_data = partial(_read_rows, method)
         inputs = read_inputs(config, base_folder, layout, resources, method.make_loss, read_data)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from pathlib import Path
-
 from megagrpo.algorithms.sequences import masked_sum
 from megagrpo.config import AlgorithmSection, RunConfig
 from megagrpo.data.examples import DEMONSTRATIONS
-from megagrpo.platform.parallel.layout import Layout
 from megagrpo.train_types import LossFn, LossInputs, LossOutput, Metric
-from megagrpo.trainer.methods.row_loop import RowLoop
-from megagrpo.trainer.methods.row_wiring import Method, build_rows
+from megagrpo.trainer.methods.row_wiring import Method
 
 
 def make_loss(algorithm: AlgorithmSection) -> LossFn:
@@ -26,6 +21,6 @@ def make_loss(algorithm: AlgorithmSection) -> LossFn:
     return loss
 
 
-def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> RowLoop:
-    """Build the training loop; see `build_rows`."""
-    return build_rows(Method(make_loss, DEMONSTRATIONS), config, base_folder, layout, resources)
+def method(config: RunConfig) -> Method:
+    """Return what this method differs in."""
+    return Method(make_loss, DEMONSTRATIONS)

@@ -11,7 +11,7 @@ const LEARNING = [
   { id: "reward", title: "Reward", unit: "reward", hero: true, series: [["reward", "reward"]], alarm: "reward",
     text: "Mean reward of each step." },
   { id: "evaluation", title: "Evaluation", unit: "auto", evaluation: true, points: true, series: [], alarm: "evaluation",
-    text: "Held-out prompts, before the first step and at intervals." },
+    text: "Held-out prompts, or the loss on held-out rows, before the first step and at intervals." },
   { id: "tasks", title: "Tasks", unit: "reward", series: [["tasks/*/reward", "*"]],
     text: "Mean reward of each task's responses." },
   { id: "functions", title: "Reward functions", unit: "reward", series: [["rewards/*/mean", "*"]], atLeast: 2, alarm: "rewards/*/exceptions",
@@ -65,9 +65,9 @@ function seriesOf(chart, runs) {
   return found.length >= (chart.atLeast || 1) ? found : [];
 }
 
-/** The evaluation metrics worth a chart: pass@1, else reward, of every held-out set. */
+/** The evaluation metrics worth a chart: pass@1, else reward, else loss, of every held-out set. */
 function evaluationSeries(names) {
-  for (const ending of ["pass@1", "reward"]) {
+  for (const ending of ["pass@1", "reward", "loss"]) {
     const found = [...names].filter((name) => name.endsWith(`/${ending}`));
     if (found.length) return found.map((name) => [name, name.replace(/^eval\//, "")]);
   }

@@ -20,14 +20,15 @@ async function main() {
   const app = document.getElementById("app");
   const data = await decode(document.getElementById("head").textContent);
   const runs = data.runs.map((run, index) => ({ ...run, index }));
-  const sections = [["learning", "Learning"], ["health", "Health"], ["speed", "Speed"], ["responses", "Responses"], ["alarms", "Alarms"], ["configuration", "Config"], ["records", "Records"]];
+  const responses = runs.some((run) => !run.rows); // a run on rows samples none
+  const sections = [["learning", "Learning"], ["health", "Health"], ["speed", "Speed"], ...(responses ? [["responses", "Responses"]] : []), ["alarms", "Alarms"], ["configuration", "Config"], ["records", "Records"]];
   const bar = toolbar(runs, sections);
   const phases = phasesCard(runs), speed = chartGrid(SPEED, runs, phases ? [phases] : []);
   app.replaceChildren(masthead({ ...data, runs }), bar, el("main", {},
     section("learning", "Learning", "", chartGrid(LEARNING, runs)),
     section("health", "Health", "Do the numbers of the optimizer and of both engines stay in their normal range?", chartGrid(HEALTH, runs)),
     section("speed", "Speed", "Where do the seconds of a step go?", speed, moreMetrics(runs)),
-    responsesSection(runs), alarmsSection(runs), configSection(runs), recordsSection(runs)),
+    responses ? responsesSection(runs) : null, alarmsSection(runs), configSection(runs), recordsSection(runs)),
     el("footer", {}, `Made by megagrpo ${data.version}. This file loads nothing from a network.`), tooltip);
   for (const listener of view.listeners) listener();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
