@@ -24,6 +24,10 @@ LOSSES = {
     "dapo": dict(loss_type="dapo", beta=0.0),
     "dr_grpo": dict(loss_type="dr_grpo", beta=0.1, kl_estimator="full_reverse"),
     "bnpo": dict(loss_type="bnpo", beta=0.1, kl_estimator="low_var"),
+    # methods on rows: the samples are pairs
+    "sft": dict(loss_type="sft"),
+    "kto": dict(loss_type="kto", beta=0.3),
+    "bradley_terry": dict(loss_type="bradley_terry"),  # its head computes in float32
     # A group's first response tokens have equal entropies, the 12th to 14th of 71. The threshold is the largest, or lies
     # between the 11th and the 12th: both count the three tokens.
     "ties at the threshold": dict(loss_type="dapo", beta=0.0, top_entropy_quantile=57 / 70),
@@ -92,6 +96,14 @@ def test_in_float64_the_gradient_is_the_same_when_all_axes_meet(model, limit, cp
     row = row_of(model, **ALL_AXES | dict(cp=cp))
     found = run_ranks(in_float64, ranks(row), config(row, "grpo"), tiny_model(model), few_samples())[0]
     assert worst_gradient(found, one_process(model, "grpo", in_float64)) < (limit, "")
+
+
+@pytest.mark.parametrize(("loss", "limit"), usual([("kto", 1e-13), ("bradley_terry", 1e-6), ("sft", 1e-13)], 0))
+def test_in_float64_the_gradient_of_a_method_on_rows_does_not_change(loss, limit):
+    row = row_of("llama_tied", **ALL_AXES)
+    found = run_ranks(in_float64, ranks(row), config(row, loss), tiny_model("llama_tied"), few_samples())[0]
+    expected = one_process("llama_tied", loss, in_float64)
+    assert worst_gradient(found, expected) < (limit, "") and expected.metrics["loss"] and expected.metrics["grad_norm"]
 
 
 # Context parallelism and shared prompts use other attention kernels: there equal entropies differ by 5e-7.
