@@ -102,6 +102,7 @@ def test_metrics_of_a_step_are_means_over_its_optimizer_steps(everything):
     assert updates[0]["metrics"]["clip_ratio/region_mean"] == 0 < line["clip_ratio/region_mean"]
 
 
+@pytest.mark.full
 def test_the_second_optimizer_step_of_one_iteration_has_moved_from_the_policy_that_generated(tmp_path):
     run = succeeded(
         world.train(tmp_path, "algorithm.steps_per_generation=2", "algorithm.epsilon=1e-4", "run.max_steps=1")
@@ -139,6 +140,7 @@ def test_the_kl_falls_when_the_reference_follows(whole):
     assert abs(kl[0]) < 1e-6 < kl[1] and kl[2] < kl[1]
 
 
+@pytest.mark.full
 def test_another_checkpoint_as_reference_gives_a_kl_from_the_first_step_on(tmp_path):
     run = succeeded(
         world.train(tmp_path, "algorithm.beta=0.1", f"model.reference_path={other_model()}", "run.max_steps=1")

@@ -194,6 +194,7 @@ def test_changed_logits_are_the_same_in_trainer_engine_and_audit(name, tmp_path)
     agrees(trained(tmp_path, *CHANGES[name]))
 
 
+@pytest.mark.full
 def test_without_the_replay_trainer_and_engine_differ(tmp_path):
     def ignore():
         LogitProcessors.apply = lambda *args: None
