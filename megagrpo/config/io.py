@@ -22,7 +22,7 @@ from megagrpo.config.basics.yaml_text import block_text, parse_yaml, shortened
 from megagrpo.config.key_table import PLACEHOLDERS, REMOVED_KEYS, fields, fits, without_old_defaults
 from megagrpo.config.overrides import apply_override
 from megagrpo.config.run_config import RunConfig
-from megagrpo.config.tasks import KINDS_OF_WEIGHT, of_task, task_values
+from megagrpo.config.tasks import KINDS_OF_WEIGHT, NAME, of_task, task_values
 from megagrpo.regular_files import open_regular
 from megagrpo.suggestions import did_you_mean
 
@@ -136,13 +136,17 @@ def _neighbour_hint(path: Path) -> str:
     return did_you_mean(path.name if path.suffix else f"{path.name}.yaml", beside, 0.8)
 
 
-def with_task_files(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` with the mappings of the files that `tasks` names. A task without a name has its file's. Raises
-    ConfigError for a file that cannot be read."""
-    tasks = values.get("tasks")
+def with_task_files(values: dict[str, Any], unread: list[str]) -> dict[str, Any]:
+    """Return `values` with the mappings of the files that `tasks` names. A task without a name has its file's. Files
+    that cannot be read are left out, and their problems added to `unread`."""
+    tasks, read = values.get("tasks"), list[Any]()
     if not isinstance(tasks, list):
         return values
-    read = [{"name": Path(task).stem} | read_yaml(task) if isinstance(task, str) else task for task in tasks]
+    for task in tasks:
+        try:
+            read.append({"name": Path(task).stem} | read_yaml(task) if isinstance(task, str) else task)
+        except ConfigError as error:
+            unread.append(str(error))
     return values | {"tasks": read}
 
 
@@ -158,18 +162,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def validated(values: dict[str, Any], overrides: Sequence[str], origin: str | Path) -> RunConfig:
     """Apply the overrides to `values`, perhaps in place, and return the validated config. Raises the errors of
     `load_config`, which name `origin`."""
-    invalid_overrides: list[str] = []
-    values = with_task_files(values)
+    unread: list[str] = []
+    values = with_task_files(values, unread)
+    invalid_overrides = list[str]()
     for override in overrides:
         try:
             apply_override(values, override)
         except ConfigError as error:
             invalid_overrides.append(str(error))
-    values = without_old_defaults(with_task_files(values))
+    values = without_old_defaults(with_task_files(values, unread))
+    if unread and not values["tasks"]:  # without its tasks, the run's values say little
+        raise ConfigError(listed(origin, unread))
     config, problems = _checked(RunConfig, values)
     problems += _of_tasks(values, problems)
-    if config is None or invalid_overrides or problems:
-        raise ConfigError(listed(origin, [*invalid_overrides, *problems]), problems)
+    if config is None or unread or invalid_overrides or problems:
+        raise ConfigError(listed(origin, [*unread, *invalid_overrides, *problems]), problems)
     return config
 
 
@@ -192,14 +199,18 @@ def _of_tasks(values: dict[str, Any], of_run: Sequence[Problem]) -> list[Problem
     """Return the problems of each task's config that the run's own does not have."""
     known, found = {*map(str, of_run)}, dict[str, Problem]()
     tasks = values.get("tasks")
-    for task in tasks if isinstance(tasks, list) else ():
-        if not isinstance(task, dict) or not isinstance(task.get("name"), str):
-            continue  # the run's config names what is wrong
-        problems = [
-            problem for problem in _checked(RunConfig, task_values(values, task))[1] if str(problem) not in known
-        ]
-        found |= {str(own): own for own in (of_task(task["name"], problem) for problem in problems)}
+    for number, task in enumerate(tasks if isinstance(tasks, list) else ()):
+        if isinstance(task, dict):  # else the run's config names what is wrong
+            problems = _checked(RunConfig, task_values(values, task))[1]
+            own = [of_task(_task_name(task, number), each) for each in problems if str(each) not in known]
+            found |= {str(problem): problem for problem in own}
     return list(found.values())
+
+
+def _task_name(task: dict[str, Any], number: int) -> str:
+    """Return the name of a task in messages: its number if it has no valid one."""
+    name = task.get("name")
+    return name if isinstance(name, str) and re.fullmatch(NAME, name) else str(number)
 
 
 def listed(path: str | Path, problems: Sequence[object]) -> str:
@@ -208,7 +219,7 @@ def listed(path: str | Path, problems: Sequence[object]) -> str:
 
 
 # type of pydantic's error -> a replacement value
-_EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}
+_EMPTY = {"list_type": [], "dict_type": {}, "model_type": {}}
 
 
 def _problems(kind: type[BaseModel], values: dict[str, Any], error: ValidationError) -> list[Problem]:
@@ -247,7 +258,9 @@ def _repaired(values: dict[str, Any], errors: list[ErrorDetails]) -> dict[str, A
             except (LookupError, TypeError):
                 if part not in KINDS_OF_WEIGHT:
                     break
-        if owner is not None and name == error["loc"][-1] and error["type"] in _EMPTY:
+        if owner is not None and name == error["loc"][-1] and error["type"] == "missing":
+            owner[name] = "_".join(map(str, error["loc"]))  # a name that no other task has
+        elif owner is not None and name == error["loc"][-1] and error["type"] in _EMPTY:
             owner[name] = copy.copy(_EMPTY[error["type"]])
         elif owner is not None:
             owner.pop(name, None)
@@ -291,7 +304,7 @@ def _key(error: ErrorDetails, values: dict[str, Any]) -> str:
         if isinstance(here, list) and isinstance(part, int) and part < len(here):
             below = here[part]
             if parts == ["tasks"] and isinstance(below, dict):
-                name = str(below.get("name") or part)
+                name = _task_name(below, part)
         elif isinstance(here, dict) and part in here:
             below = here[part]
         elif part in KINDS_OF_WEIGHT or (part != loc[-1] and not isinstance(here, dict | list)):

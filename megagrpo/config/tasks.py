@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 SECTIONS = ("data", "rewards", "multi_turn", "rollout")  # of a task
+NAME = r"^[\w-][\w.-]{0,99}$"  # of a task
+MAX_WEIGHT = 1e6  # of a loss, and of a pass rate: products of weights stay finite
 OF_PARTS = ("advantage_by", "turn_advantage_weight", "token_advantage_weight", "turn_discount")
 
 
@@ -24,7 +27,7 @@ class PassRateWeight(Section):
     at 1. The expected gain of a group of binary rewards has this form."""
 
     by: Literal["pass_rate"]
-    most: PositiveFloat = 1.0
+    most: Annotated[PositiveFloat, Field(le=MAX_WEIGHT)] = 1.0
     least: PositiveFloat = 0.1
 
     def value(self, pass_rate: float) -> float:
@@ -52,14 +55,14 @@ Weight = Annotated[
 
 
 class TaskSection(Section):
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    name: Annotated[str, Field(pattern=NAME)]
     """Name in metrics, reward columns and messages; the name of its file, for a task in a file of its own."""
     weight: Weight = 1.0
     """Share of the prompts, relative to the other tasks' weights. The counts of drawn prompts never differ from the
     shares by a whole prompt; weights that add up to `rollout.prompts_per_step` are the prompts of each step. Weights by
     step, as `{1: 3, 100: 0}`, each hold from their step on. `{by: pass_rate, most: 1, least: 0.1}` follows the share of
     the task's responses with `data.curriculum_pass_reward` in its last 10 steps."""
-    loss_weight: PositiveFloat = 1.0
+    loss_weight: Annotated[float, Field(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
     """Factor of the task's share of the loss: of its policy term and KL penalty. The loss keeps its denominator, so
     that factors which are all equal change nothing. `algorithm.loss_share_of_tasks`."""
     epochs: PositiveFloat | None = None
@@ -108,6 +111,11 @@ class Task:
     def problem(self, problem: Problem) -> Problem:
         """Return a problem of the task's config with the task's keys."""
         return of_task(self.name, problem) if self.name else problem
+
+    def named_problems(self, text: str) -> str:
+        """Return the lines of an error with the task's keys in place of the run's."""
+        keys = rf"^({'|'.join(SECTIONS)})(?=[.:])"
+        return re.sub(keys, rf"tasks.{self.name}.\1", text, flags=re.MULTILINE) if self.name else text
 
     def named(self, name: str) -> str:
         """Return a name that is unique in the run for a name in this task, as `math/accuracy`."""

@@ -112,14 +112,16 @@ class Collecting(AbstractContextManager[None, bool]):
     checker then knows that it suppresses errors."""
 
     result: DryRun
+    task: Task | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         if isinstance(error, ProblemError):
-            self.result.add(*error.problems)
+            self.result.add(*map(self.task.problem if self.task else str, error.problems))
         elif isinstance(error, ValueError):
-            self.result.add(*str(error).split("\n"))
+            text = str(error) if self.task is None else self.task.named_problems(str(error))
+            self.result.add(*text.split("\n"))
         return isinstance(error, ValueError)
 
 
@@ -164,7 +166,7 @@ def _try_task(
     row_reader = RowReader(config, tokenizer, _vocab_size(config), sampling=dict(task.sampling))
     tools: Sequence[dict[str, Any]] = ()
     dialogues: Dialogues | None = None
-    with Collecting(result):
+    with Collecting(result, task):
         of_dialogues = config.multi_turn, config.data, config.rewards.names, limit
         dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
         tools = result.add_tools(dialogues)
@@ -177,7 +179,7 @@ def _try_task(
     for configured in configured_sets(config.data, evaluation_sets(config)):
         trains, configured = configured.key == TRAIN, replace(configured, key=task.key(configured.key))
         key = configured.key
-        with Collecting(result):
+        with Collecting(result, task):
             source = PromptSource(
                 configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools, row_reader
             )
@@ -192,7 +194,7 @@ def _try_task(
                 usable, keeps = UsableRows(source), bool(config.algorithm.dynamic_sample)
                 load_source(config.data, usable, config.run.seed, keeps, task.key("data.source"))
     result.add(*unreachable_judges(config.rewards.functions))
-    with Collecting(result):
+    with Collecting(result, task):
         for trial in try_rewards(scorer, sets, tokenizer, set() if models else scorer.servers) if scorer else ():
             result.rewards.append(trial)
     _add_warnings(result, sets)

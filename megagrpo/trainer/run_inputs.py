@@ -23,7 +23,7 @@ from megagrpo.environments.dialogues import Dialogues, make_dialogues
 from megagrpo.families.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform import device
-from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
+from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.variables import ENVIRONMENT, TOKEN_VARIABLE
 from megagrpo.policy.device_checks import check_device
@@ -202,23 +202,43 @@ def _read_data(
         layout, lambda: resources.enter_context(RewardScorer(*of_rewards)) if tokenizer else None
     )
     common = base_folder, tokenizers, vocab_size, sampling, rewards, layout, resources
-    read = [_read_task(task, *common) for task in tasks]
-    shared_trial().close()
 
-    def check_all_columns() -> None:
-        for task, each in zip(tasks, read, strict=True):
+    def read_task(task: Task) -> TaskData:
+        each = _read_task(task, *common)
+
+        def check_all_columns() -> None:
             if rewards:
                 rewards.check_columns(each.prompts.columns, task.name)
                 check_columns(each.held_out, rewards, each.dialogues, task.name)
             if each.dialogues:
                 each.dialogues.check_columns(each.prompts.columns)
 
-    run_own_and_agree(layout, check_all_columns)
+        run_own_and_agree(layout, check_all_columns)
+        return each
+
+    read = of_all_tasks(tasks, read_task)
+    shared_trial().close()
     orders = [each.prompts for each in read]
     prompts = Mixture(tasks, orders, config.run.seed) if config.tasks else orders[0]
     dialogues = {task.name: each.dialogues for task, each in zip(tasks, read, strict=True)}
     held_out = [one for each in read for one in each.held_out]
     return config.with_num_prompts(len(prompts)), Data(tokenizer, sampling, prompts, held_out, dialogues, rewards)
+
+
+def of_all_tasks[T](tasks: Sequence[Task], read: Callable[[Task], T]) -> list[T]:
+    """Return what the collective `read` returns for each task. Raises one ValueError with the problems of all tasks."""
+    results, problems, unexpected = list[T](), dict[str, None](), list[Exception]()
+    for task in tasks:
+        try:
+            results.append(read(task))
+        except (ValueError, RankError) as error:
+            text = error.problem if isinstance(error, RankError) else str(error)
+            problems |= dict.fromkeys(task.named_problems(text).split("\n"))
+        except Exception as error:  # a RankError on the others, which continue
+            unexpected.append(error)
+    if problems or unexpected:
+        raise unexpected[0] if unexpected else ValueError("\n".join(problems))
+    return results
 
 
 @dataclass(frozen=True)

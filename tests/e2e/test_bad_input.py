@@ -47,6 +47,15 @@ CASES = {
         ["rewards.functions=[{function: exact_number, args: {speed: 2}}]"],
         ["args.speed", "no such argument"],
     ),
+    "two of three tasks": (
+        [
+            "tasks=[{name: one}, {name: two, rewards: {functions: [{function: code_execution}]}}, {name: three, sampling: {temprature: 1}}]"
+        ],
+        [
+            "tasks.two.rewards.functions: reward `two/code_execution` needs column `tests`",
+            "tasks.three.sampling has `temprature`",
+        ],
+    ),
     "prompts too long": (["rollout.max_prompt_length=3"], ["data.train", "rollout.max_prompt_length 3"]),
     "no server": (["rollout.urls=[http://127.0.0.1:9]"], ["rollout.urls", "http://127.0.0.1:9", "does not respond"]),
     "no scheme": (

@@ -25,7 +25,7 @@ def task_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield names that two tasks have, keys that tasks cannot have, and settings of the run that tasks exclude."""
     for name, count in Counter(task.name for task in config.tasks).items():
         if count > 1:
-            yield Problem(("tasks",), f"{count} tasks have the name `{name}`; give each its own")
+            yield Problem((f"tasks.{name}.name",), f"{count} tasks have this name; give each its own")
     for task in config.tasks:
         own = task.model_dump()
         for key, reason in OF_RUN.items():

@@ -1,5 +1,6 @@
 """Tasks of a run: what each of them has, files of tasks, and problems that name the task."""
 
+import json
 import re
 
 import pytest
@@ -112,10 +113,34 @@ def test_everything_wrong_with_tasks_is_said_at_once(run):
     assert problems(run, "tasks=5") == ["tasks: must be a list (got 5)"]
 
 
+def test_problems_of_files_and_of_tasks_without_a_valid_name_are_said_with_the_others(run):
+    (run.parent / "ring.yaml").write_text("defaults: ring.yaml")
+    broken = {"name": "a\n" + "b" * 10**6, "data": {"promt_column": "x"}}
+    unnamed = {"data": {"train": {"source": "a.jsonl"}}, "rewards": {"functions": []}}
+    named = {"name": "math", "weight": 0}
+    values = [str(run.parent), str(run.parent / "ring.yaml"), "none.yaml", broken, unnamed, unnamed, named, named]
+    with pytest.raises(ConfigError) as caught:
+        load_config(run, [f"tasks={json.dumps(values)}"])
+    text = str(caught.value)
+    assert len(text) < 3000 and not any("b" * 300 in line for line in text.splitlines())
+    for problem in (
+        "cannot read it: it is no regular file",
+        "`defaults:` forms a cycle: ring.yaml -> ring.yaml",
+        "none.yaml: cannot read it",
+        "tasks.0.name: must match the pattern",
+        "tasks.0.data.promt_column: unknown key",
+        "tasks.1.name: required, but missing",
+        "tasks.1.rewards.functions: the run has no rewards",
+        "tasks.math.weight: must be greater than 0",
+        "tasks.math.name: 2 tasks have this name",
+    ):
+        assert text.count(problem) == 1, (problem, text)
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("tasks.code.name=math", "tasks: 2 tasks have the name `math`; give each its own"),
+        ("tasks.code.name=math", "tasks.math.name: 2 tasks have this name; give each its own"),
         ("tasks.math.weight=0", "tasks.math.weight: must be greater than 0 (got 0)"),
         (
             "tasks.math.epochs=1 tasks.code.epochs=2",
@@ -166,6 +191,11 @@ def test_everything_wrong_with_tasks_is_said_at_once(run):
         ("evaluation.keep_best=math/reward", "evaluation.keep_best: math/reward: there is no data.eval, and no set of"),
         ("tasks=[]", "data.train: required, but missing; set it"),
         ("tasks=[none.yaml]", "none.yaml: cannot read it: No such file or directory"),
+        ("tasks.math.loss_weight=1e308", "tasks.math.loss_weight: must be at most 1000000 (got 1e+308)"),
+        ("tasks.math.loss_weight=5e-324", "tasks.math.loss_weight: must be at least 1e-06 (got 5e-324)"),
+        ("tasks.math.weight={by: pass_rate, most: 1e308}", "tasks.math.weight.most: must be at most 1000000"),
+        ("tasks.math.name=..", "tasks.0.name: must match the pattern"),
+        ("tasks.math.name=a/b", "tasks.0.name: must match the pattern"),
         ("tasks.other.weight=1", "tasks.other.weight: the list has elements 0 to 1, named math, code (got 'other')"),
     ],
 )
