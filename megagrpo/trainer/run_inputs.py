@@ -292,17 +292,17 @@ def order_on_all(
     """Return what `make` reads on the ranks that have it; the others get the numbers of its rows. Collective."""
     source = run_own_and_agree(layout, lambda: make() if make else None)
     rows = on_first_rank(layout, lambda: source.rows if source else ())
-    run_own_and_agree(layout, lambda: _check_rows(key, rows, source.rows if source else rows))
+    run_own_and_agree(layout, lambda: check_rows(key, rows, source.rows if source else rows))
     if source is None:
         return PromptOrder(rows, data, seed)
     source.rows = rows
     return source
 
 
-def _check_rows(key: str, first: Sequence[int], own: Sequence[int]) -> None:
+def check_rows(key: str, first: Sequence[int], own: Sequence[int]) -> None:
     """Raise ValueError if this rank cannot use a row that rank 0 uses: the file of an image is not on all nodes. Rank 0
     may use fewer rows, because it alone tries constraints; all ranks then take its rows."""
-    if missing := {*first} - {*own}:
+    if first != own and (missing := {*first} - {*own}):  # equal ranges make no list of all rows
         row = min(missing)
         raise ValueError(
             f"{key}: row {row} is bad on some ranks only (data.bad_rows: skip); make the same files readable on all "

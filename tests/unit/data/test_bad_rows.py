@@ -26,7 +26,7 @@ from megagrpo.train_types import TrainState
 from megagrpo.trainer.evaluation.sets import HeldOut, decodable_sets
 from megagrpo.trainer.rollout.collector import NoRollouts, StopRequested
 from megagrpo.trainer.rollout.groups import Rollouts
-from megagrpo.trainer.run_inputs import _check_rows
+from megagrpo.trainer.run_inputs import check_rows
 from tests.distributed.tiny_vision import CHARACTERS, SPECIAL, image, write_model
 from tests.rank_fakes import OneRank
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
@@ -327,10 +327,10 @@ def test_held_out_rows_and_those_of_a_data_source_are_decoded_too(folder, tmp_pa
 
 
 def test_ranks_that_find_other_rows_bad_end_the_run():
-    _check_rows("data.train", range(3), [0, 1, 2])
-    _check_rows("data.train", [0, 2], range(3))  # rank 0 alone has tried the constraint of row 1
+    check_rows("data.train", range(3), [0, 1, 2])
+    check_rows("data.train", [0, 2], range(3))  # rank 0 alone has tried the constraint of row 1
     with pytest.raises(ValueError, match=r"data.train: row 1 is bad on some ranks only"):
-        _check_rows("data.train", range(3), [0, 2])
+        check_rows("data.train", range(3), [0, 2])
 
 
 ASKED = {"role": "user", "content": "2 + 2?"}
