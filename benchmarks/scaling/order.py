@@ -18,7 +18,7 @@ ROWS = (1_000_000, 10_000_000, 100_000_000)  # of the whole run
 
 
 def series() -> Iterator[Series]:
-    """Yield the time to draw the prompts of a step, to save and to resume the order, and the memory that it then takes."""
+    """Yield the time to draw, save and resume the prompts of a step, and the memory that the order then takes."""
     drawn = Series("order", f"{DRAWN} prompts of {TASKS} tasks", "rows")
     data = DataSection(train={"source": "rows.jsonl"})
     config = RunConfig.model_construct(data=data)

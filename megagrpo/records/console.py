@@ -45,6 +45,7 @@ ROW_COLUMNS = [  # of a run on the responses of rows, before the others
 # Suffixes of counters that are shown when they are not 0.
 ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures", "/skipped_steps", "/alarms")
 INDENT = 14  # indent of continuation lines, in columns
+SHOWN_TASKS = 12  # rewards of tasks of a step
 SHOWN_PHASES = ["generate", "reward", "logprobs", "train", "sync"]
 
 
@@ -56,6 +57,7 @@ class ConsoleSink:
         self._level = config.run.log_level
         self._max_steps = config.run.num_steps
         self._every = config.run.log_completions_steps
+        self._tasks = [task.name for task in config.tasks]
         self._held_out = list(evaluation_sets(config)) or [""]
         self._hidden = {"kl"} if config.algorithm.beta == 0 else set()
         self._hidden |= set() if config.algorithm.loss.generates else {"cut"}
@@ -69,6 +71,11 @@ class ConsoleSink:
         width = len(str(self._max_steps))
         first = Text(f"step {step:{width}d}/{self._max_steps}", style="bold")
         self._print_cells([first, *self._cells([*self._first, *STEP_COLUMNS], metrics), *_phases(metrics)])
+        rewards = {name: value for name in self._tasks if (value := metrics.get(f"tasks/{name}/reward")) is not None}
+        if rewards:
+            of_tasks = [Text(f"  {name} {value:.3f}") for name, value in list(rewards.items())[:SHOWN_TASKS]]
+            more = [Text(f"  and {len(rewards) - SHOWN_TASKS} more")] if len(rewards) > SHOWN_TASKS else []
+            self._print_cells([Text("reward of".rjust(INDENT), style="dim"), *of_tasks, *more])
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         columns = [*self._first, *EVALUATION_COLUMNS]

@@ -123,7 +123,8 @@ def read_group(run: RunFiles, index: StepIndex, group: int) -> dict[str, Any]:
     prompt = common_prompt([row.get("prompt") for row in rows.values()])
     masks = run.setting("algorithm.mask_truncated_completions") is True
     first = next(iter(rows.values()), None)
-    return ({} if first is None else {"prompt_id": first.get("prompt_id")}) | {
+    known = {} if first is None else {"prompt_id": first.get("prompt_id"), "task": text_of(first.get("task", ""))}
+    return known | {
         "prompt": messages_of(prompt),
         "responses": [_response(row, len(prompt) if isinstance(prompt, list) else 1, masks) for row in rows.values()],
     }

@@ -1,6 +1,7 @@
 """The console's lines with extreme values, on terminals and in pipes, and at each log level."""
 
 import io
+import json
 import os
 import re
 import sys
@@ -31,6 +32,17 @@ def lines(*calls: tuple, terminal: bool = False, columns: int = 100, overrides: 
     for method, *arguments in calls:
         getattr(sink, method)(*arguments)
     return COLOURS.sub("", file.getvalue()).splitlines()
+
+
+def test_a_step_shows_the_rewards_of_its_tasks_and_of_many_the_first_twelve():
+    names = [*"abc", *(f"task_{i}_{'x' * (i % 3 * 40)}" for i in range(17))]
+    override = f"tasks={json.dumps([{'name': name} for name in names])}"
+    metrics = {f"tasks/{name}/reward": 0.25 * i for i, name in enumerate(names) if name != "b"}
+    first, second, *rest = lines(("step", 1, {"reward": 0.5} | metrics), overrides=(override,))
+    assert first.startswith("step 1/") and second.startswith("     reward of  a 0.000  c 0.500  task_0_ 0.750")
+    assert rest[-1].endswith("  and 7 more") and max(map(len, rest)) <= 100
+    shown = lines(("step", 1, {"reward": 0.5, "tasks/a/groups": 0.0}), overrides=(override,))
+    assert len(shown) == 1  # no task has a prompt in this step
 
 
 @for_each("value", EXTREMES)

@@ -1,7 +1,7 @@
 "use strict";
 // The charts of the page: what each one shows, in which unit, and what it means.
 //
-// `series`: [metric, label]; a metric that ends with * stands for every metric with that ending after `rewards/`.
+// `series`: [metric, label]; a metric that ends with * stands for every metric with that beginning and ending.
 // `evaluation`: evaluation metrics, drawn as points.
 // `log`: the chart can be logarithmic. `alarm`: alarms of this metric are marked in the plot and on the card, above `limit` if the chart has
 // one. `zero`: the axis begins at 0. `some`: series that are 0 in every step are
@@ -16,15 +16,15 @@ const LEARNING = [
     text: "Mean reward of each task's responses." },
   { id: "functions", title: "Reward functions", unit: "reward", series: [["rewards/*/mean", "*"]], atLeast: 2, alarm: "rewards/*/exceptions",
     text: "Mean of each function before its weight." },
-  { id: "solved", title: "Groups without a difference", unit: "share", zero: true, alarm: "frac_reward_zero_std", limit: 0.5, series: [["frac_reward_zero_std", "groups"]],
+  { id: "solved", title: "Groups without a difference", unit: "share", zero: true, alarm: "frac_reward_zero_std", limit: 0.5, series: [["frac_reward_zero_std", "groups"], ["tasks/*/frac_reward_zero_std", "*"]],
     text: "Share of groups whose rewards are all equal: they have no gradient." },
   { id: "pairs", title: "Right order of pairs", unit: "share", zero: true, series: [["rewards/accuracy", "accuracy"]],
     text: "Share of pairs whose chosen response has the higher reward." },
   { id: "margin", title: "Margin of pairs", unit: "reward", zero: true, series: [["rewards/margin", "margin"]],
     text: "Reward of the chosen response minus that of the rejected one." },
-  { id: "length", title: "Response length", unit: "tokens", log: true, series: [["completions/mean_length", "mean"]],
+  { id: "length", title: "Response length", unit: "tokens", log: true, series: [["completions/mean_length", "mean"], ["tasks/*/completions/mean_length", "*"]],
     text: "Mean tokens of a response." },
-  { id: "cut", title: "Truncated responses", unit: "share", zero: true, alarm: "completions/clipped_ratio", limit: 0.5, series: [["completions/clipped_ratio", "truncated"]],
+  { id: "cut", title: "Truncated responses", unit: "share", zero: true, alarm: "completions/clipped_ratio", limit: 0.5, series: [["completions/clipped_ratio", "truncated"], ["tasks/*/completions/clipped_ratio", "*"]],
     text: "Share of responses that reached rollout.max_completion_length." },
   { id: "ended", title: "How conversations ended", unit: "share", zero: true, some: true, series: [["multi_turn/ended/*", "*"]],
     text: "Share of the step's conversations by the reason of their end." },
@@ -52,6 +52,8 @@ const SPEED = [
 
 const PHASES = [["time/generate", "generate"], ["time/reward", "reward"], ["time/logprobs", "logprobs"], ["time/train", "train"], ["time/sync", "sync"]];
 
+const MOST = 16; // curves of a chart for one pattern; the others are among the further metrics
+
 /** Return the series of a chart that exist in any of the runs: [metric, label]. */
 function seriesOf(chart, runs) {
   const names = new Set(runs.flatMap((run) => Object.keys(run[chart.evaluation ? "evaluations" : "training"].metrics)));
@@ -60,7 +62,7 @@ function seriesOf(chart, runs) {
     if (!metric.includes("*")) return names.has(metric) ? [[metric, label]] : [];
     const [before, after] = metric.split("*");
     return [...names].filter((name) => name.startsWith(before) && name.endsWith(after) && (!chart.some || runs.some((run) => run.training.metrics[name]?.some((value) => value > 0))))
-      .map((name) => [name, name.slice(before.length, name.length - after.length)]);
+      .slice(0, MOST).map((name) => [name, name.slice(before.length, name.length - after.length)]);
   });
   return found.length >= (chart.atLeast || 1) ? found : [];
 }

@@ -151,7 +151,7 @@ function groupMeta(group, scale) {
   const strip = el("span", { class: "strip", "aria-hidden": "true" }, group.rewards.map((reward) =>
     el("i", { style: { "--level": scale.high > scale.low ? (reward - scale.low) / (scale.high - scale.low) : 0.5 } })));
   return el("p", { class: "meta" }, strip, `mean reward ${short(group.mean)}`, el("span", {}, `range ${short(group.spread)}`),
-    el("span", {}, `prompt ${group.prompt_id ?? NONE}`), group.responses.some((r) => r.tokens) && el("span", { class: "badge" }, "tokens logged"));
+    group.task && el("span", {}, `task ${group.task}`), el("span", {}, `prompt ${group.prompt_id ?? NONE}`), group.responses.some((r) => r.tokens) && el("span", { class: "badge" }, "tokens logged"));
 }
 
 function responseTable(group, state, scale, update) {

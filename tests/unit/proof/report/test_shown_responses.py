@@ -118,7 +118,7 @@ def test_responses_with_missing_fields_are_shown_and_tokens_of_another_response_
     append(tmp_path / "completions.jsonl", {"step": 1})
     append(
         tmp_path / "completions.jsonl",
-        {"step": 1, "prompt_id": 3, "completion": "b", "reward": None, "rewards": None, "finish_reason": "length"},
+        dict(step=1, prompt_id=3, task="ma\u202eth", completion="b", reward=None, rewards=None, finish_reason="length"),
     )
     for sample, prompt_id in ((1, 4), (2, 3), (-1, 3), ("x", 3)):
         append(tmp_path / "tokens.jsonl", {"step": 1, "sample": sample, "prompt_id": prompt_id, "tokens": ["b"]})
@@ -128,7 +128,7 @@ def test_responses_with_missing_fields_are_shown_and_tokens_of_another_response_
         and second["responses"][0]["cut"]
         and second["responses"][0]["reward"] is None
     )
-    assert "tokens" not in second["responses"][0]
+    assert "tokens" not in second["responses"][0] and (first["task"], second["task"]) == ("", "ma\\u202eth")
 
 
 def test_tokens_may_lack_numbers_and_long_ones_are_cut(tmp_path):
