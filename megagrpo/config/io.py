@@ -219,7 +219,7 @@ def listed(path: str | Path, problems: Sequence[object]) -> str:
 
 
 # type of pydantic's error -> a replacement value
-_EMPTY = {"list_type": [], "dict_type": {}, "model_type": {}}
+_EMPTY: dict[str, Any] = {"list_type": [], "dict_type": {}, "model_type": {}}
 
 
 def _problems(kind: type[BaseModel], values: dict[str, Any], error: ValidationError) -> list[Problem]:
