@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, GetJsonSchemaHandler, Tag
 
 from megagrpo.config.basics.problems import Problem
 from megagrpo.config.basics.task_values import gives_parts, merged
+from megagrpo.config.sections.multi_turn import MAX_WEIGHT
 from megagrpo.config.sections.section import PositiveFloat, Section
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 SECTIONS = ("data", "rewards", "multi_turn", "rollout")  # of a task
 NAME = r"^[\w-][\w.-]{0,99}$"  # of a task
-MAX_WEIGHT = 1e6  # of a loss, and of a pass rate: products of weights stay finite
 OF_PARTS = ("advantage_by", "turn_advantage_weight", "token_advantage_weight", "turn_discount")
 
 

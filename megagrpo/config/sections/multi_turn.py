@@ -13,7 +13,7 @@ from megagrpo.config.basics.problems import Problem
 from megagrpo.config.sections.section import Count, NonNegativeInt, PositiveInt, Seconds, Section
 
 _ROLE = re.compile(r"[A-Za-z][\w-]{0,63}", re.ASCII)
-MAX_WEIGHT = 1e6  # of a role
+MAX_WEIGHT = 1e6  # of a role, and of a task in the loss: products stay finite
 # the keys that make a response have several turns
 ANSWERING = ("multi_turn.scheduler", "multi_turn.tools", "multi_turn.environment", "multi_turn.agent")
 
