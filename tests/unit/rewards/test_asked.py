@@ -121,8 +121,11 @@ MISFITS = {
     "more": ('{"explanation": "", "criteria_met": true, "score": 9}', "exactly the names explanation, criteria_met"),
     "twice": ('{"explanation": "", "criteria_met": true, "criteria_met": false}', "a name occurs twice"),
     "list": ('[{"explanation": "", "criteria_met": true}]', "exactly the names"),
-    "deep": ("[" * 100_000, "recursion"),
+    "deep": ("[" * 50_000, "recursion"),
     "nothing": (None, "is not JSON"),
+    "nan": ('{"explanation": "", "criteria_met": NaN}', "'nan' is not boolean"),
+    "other": ('{"explanation": "", "is_kind": true}', "exactly the names explanation, criteria_met"),
+    "long": ('{"explanation": "%s", "criteria_met": true}' % ("y" * 10**7), "characters, above 65536"),
 }
 
 
