@@ -39,6 +39,7 @@ class AgentOptions(Section):
     warm: NonNegativeInt = 0  # containers that are started before their conversations, per rank
     warm_seconds: Seconds = 3600.0  # without a conversation, after which one is stopped
     files: dict[str, str] = Field(default_factory=dict)
+    before_score: str = ""  # ends what the agent has left in a container of `start`
     score: tuple[str, ...] = ()
     score_files: dict[str, str] = Field(default_factory=dict)
     score_seconds: Seconds | None = None
@@ -70,8 +71,9 @@ class AgentOptions(Section):
         if self.listen == UNIX:
             yield from self._unix_problems()
         yield from self._container_problems()
-        if self.score_files and not self.score:
-            yield Problem((f"{AGENT}.score_files",), "needs `score`, the command that they are for")
+        for name in ("score_files", "before_score"):
+            if getattr(self, name) and not self.score:
+                yield Problem((f"{AGENT}.{name}",), "needs `score`, the command that it is for")
         names = [("files", name) for name in self.files] + [("score_files", name) for name in self.score_files]
         names += [("outputs", name) for name in self.outputs]
         if sum(self.outputs.values()) > MAX_OUTPUTS:
@@ -83,7 +85,7 @@ class AgentOptions(Section):
                 yield Problem((f"{AGENT}.{key}",), str(error))
 
     def _container_problems(self) -> Iterator[Problem]:
-        for name in ("container", "start", "stop", "names"):
+        for name in ("container", "start", "stop", "names", "before_score"):
             yield from _template_problems(name, getattr(self, name))
         if self.warm and (not self.start or (of_row := [*set(PLACEHOLDER.findall(self.start)) - _OF_CONTAINER])):
             reason = f"`start` names {{{min(of_row)}}}, which only a row has" if self.start else "needs `start`"
@@ -103,7 +105,7 @@ class AgentOptions(Section):
 
     def program(self, seconds: float) -> dict[str, Any]:
         """Return the fields of `program_run.Program`, of which a command may take `seconds`."""
-        templates = {name: shlex.split(getattr(self, name)) for name in ("container", "start", "stop")}
+        templates = {name: shlex.split(getattr(self, name)) for name in ("container", "start", "stop", "before_score")}
         named = {
             name: getattr(self, name) for name in ("command", "files", "score", "score_files", "outputs", "variables")
         }
@@ -115,7 +117,7 @@ class AgentOptions(Section):
         """The columns that placeholders name, in order."""
         sources = [*self.files.values(), *self.score_files.values()]
         container = [word for word in shlex.split(self.container) if word != "{command}"]
-        texts = [*self.command, *self.score, *container, self.start, self.stop, *sources]
+        texts = [*self.command, *self.score, *container, self.start, self.stop, self.before_score, *sources]
         names = [name for text in texts for name in PLACEHOLDER.findall(text)]
         own = {*OWN_PLACEHOLDERS, *(["socket"] if self.listen == UNIX else [])}
         return [name for name in dict.fromkeys(names) if name not in own]

@@ -52,6 +52,7 @@ class Program:
     container: Sequence[str]
     start: Sequence[str]
     stop: Sequence[str]
+    before_score: Sequence[str]
     files: dict[str, str]
     score: Sequence[str]
     score_files: dict[str, str]
@@ -184,6 +185,9 @@ class _Conversation:
         if not program.start:  # else its container goes on
             kill_descendants()
         if program.score:
+            if program.before_score:
+                said = self._run(self._words(program.before_score), "before_score", self._channel, _STOP_SECONDS)
+                _check(*said, "before_score")
             if program.reward_file is not None:  # the agent's is none
                 remove_below(self._work, program.reward_file.split("/"))
             put_files(self._work, program.score_files, self._values)

@@ -1072,6 +1072,7 @@ FAILING = {
     "group": (dict(what="os.killpg(0, 9)"), "its command was killed by SIGKILL"),  # of the agent only
     "gone": (dict(score=["sh", "-c", "echo no box; exit 125"]), "its score ended with exit code 125: no box"),
     "start": (dict(start="sh -c 'echo no image; exit 3'"), "its start ended with exit code 3: no image"),
+    "before": (dict(before_score="sh -c 'exit 3'", score=["true"]), "its before_score ended with exit code 3"),
 }
 
 
@@ -1224,7 +1225,8 @@ def runtime(program, tmp_path, monkeypatch):
 
 
 def test_a_container_of_a_runtime_is_started_used_twice_and_removed(program, runtime, policy, tmp_path):
-    with program(score=["test", "-e", "answer.txt"], **runtime) as agents:
+    ended = dict(before_score="mkdir {workdir}/ended", score=["test", "-e", "answer.txt", "-a", "-d", "ended"])
+    with program("assert not os.path.exists('ended')", **ended, **runtime) as agents:
         (rollout,) = conversed(agents, lambda: policy.seat())
     assert rollout.dialogue.rewards == {"command": 1.0}
     verbs = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()]
