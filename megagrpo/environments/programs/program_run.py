@@ -186,8 +186,8 @@ class _Conversation:
             kill_descendants()
         if program.score:
             if program.before_score:
-                said = self._run(self._words(program.before_score), "before_score", self._channel, _STOP_SECONDS)
-                _check(*said, "before_score")
+                words, name = self._words(program.before_score), "before_score"
+                _check(*self._run(words, name, self._channel, _STOP_SECONDS), name)
             if program.reward_file is not None:  # the agent's is none
                 remove_below(self._work, program.reward_file.split("/"))
             put_files(self._work, program.score_files, self._values)
