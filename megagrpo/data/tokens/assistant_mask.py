@@ -62,6 +62,8 @@ def masked_chat(
         stop = (ends[-1] if known else ends[0]) + 1 if ends else len(piece)
         _check_text(tokenizer.decode(piece[:stop]), turns[index], messages[turns[index]])
         mask[2 * index + 1] = [place < stop for place in range(len(piece))]
+        if not ends and pieces[2 * index + 2][:1] and pieces[2 * index + 2][0] in tokenizer.eos_token_ids:
+            mask[2 * index + 2][0] = True  # GLM's messages end with the first token of the next one
     return [*chain(*pieces)], [*chain(*mask)]
 
 

@@ -269,6 +269,10 @@ WITHOUT_OLD_THOUGHTS = (
     + HEADER
     + "{% endif %}"
 )
+NEXT_ENDS = (  # as GLM's: the token of the next message ends the one before
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'assistant' else '<|eot|>' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
 WITHOUT_ENDS = WITHOUT_OLD_THOUGHTS.replace("<|im_end|>", "|")
 
 
@@ -284,6 +288,7 @@ WITHOUT_ENDS = WITHOUT_OLD_THOUGHTS.replace("<|im_end|>", "|")
             0,
             ["assistant: 1\n", "assistant: <think>"],
         ),
+        (NEXT_ENDS, 0, ["1<|eot|>", "<think>2</think>2"]),
         (R1, 0, "message 1 of the assistant does not begin where its prompt ends"),
         (WITHOUT_ENDS, 0, "an earlier message of the assistant is rendered otherwise"),
         ("none", 0, "chat messages need a chat template"),
