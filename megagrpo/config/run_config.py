@@ -89,9 +89,14 @@ class RunConfig(Section):
         return self.rollout.num_generations if self.algorithm.loss.generates else self.algorithm.loss.group
 
     @property
+    def generates(self) -> bool:
+        """Whether the run samples responses, with servers: its method does, and no kept rollouts replace them."""
+        return self.algorithm.loss.generates and self.rollout.kept.path is None
+
+    @property
     def without_servers(self) -> RunConfig:
-        """The config as the planner sees it: with servers elsewhere, if the run learns from rows and starts none."""
-        if self.algorithm.loss.generates:
+        """The config as the planner sees it: with servers elsewhere, if the run starts none."""
+        if self.generates:
             return self
         rollout = self.rollout.model_copy(update={"placement": "external", "urls": ["http://unused:1"]})
         return self.model_copy(update={"rollout": rollout})

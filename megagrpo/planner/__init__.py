@@ -89,7 +89,7 @@ def plan(
     """Return the plan of `config`: what `check` finds, which takes the same arguments, with notes and text."""
     found = check(config, world_size, gpu_memory_gb, host_memory_gb, has_data, fetch)
     rows = plan_text.rows_of(config, world_size, gpu_memory_gb, found.model, found.memory)
-    generates = config.algorithm.loss.generates
+    generates = config.generates
     notes = run_notes(config, world_size, found.model, has_data)
     notes += idle_gpus(config, world_size) if gpu_memory_gb else []
     made = Plan(found.problems, rows, notes=notes, model=found.model)

@@ -36,7 +36,7 @@ def rows_of(
     if config.train.overlap:
         rows.append(("overlap", ", ".join(config.train.overlap)))
     rows.append(("machine", _machine_text(config, world_size, gpu_memory_gb)))
-    generates = config.algorithm.loss.generates
+    generates = config.generates
     if generates:
         rows.append(("rollout", _rollout_text(config.rollout, config.max_model_len)))
     if generates and model is not None and memory is not None and gpu_memory_gb is not None and not config.rollout.urls:
@@ -54,7 +54,7 @@ def rows_of(
 def _machine_text(config: RunConfig, world_size: int, gpu: float | None) -> str:
     """Return the machine that the plan assumes."""
     if gpu is None:
-        options = "gpu_memory_gb=80" + " or --gpu h100" * config.algorithm.loss.generates
+        options = "gpu_memory_gb=80" + " or --gpu h100" * config.generates
         return f"no GPUs: {world_size} rank(s) share the RAM of a host; {options} plans for GPUs"
     servers, r = "", config.without_servers.rollout
     if r.placed == "dedicated":

@@ -76,6 +76,8 @@ def check_servers(config: RunConfig) -> NamedServers:
     """Check the servers of `rollout.urls`, or of the file that replaces it, and return their token and URLs. Raises
     ValueError when a server does not respond, or cannot take weights or parse tool calls."""
     rollout = config.rollout
+    if not config.generates:
+        return NamedServers(None, [])
     token = read_token(rollout.token_file)
     urls = named_urls(rollout.urls, rollout.urls_file)
     check_urls(urls)
@@ -102,6 +104,8 @@ def start_servers(
     moved = None if config.rollout.urls else MovedServers(run_folder / "moved_servers.json")
     sleep = servers_sleep(config.rollout)
     dtype = engine_dtype(config.rollout.quantization, config.model.precision)
+    if not config.generates:
+        return Servers(named, moved=None, launcher=None, sleep=False, dtype=dtype)
     of_ranks = node_of_each_rank(config.rollout, config.run.nodes, layout)
     if len(set(of_ranks)) > 1:
         on_nodes = launch_on_each_node(config, model_folder, run_folder, dtype, layout, of_ranks, named.token)
@@ -130,12 +134,15 @@ def connect(
     base: Callable[[], Weights],
     say: Callable[[str], None],
     resources: ExitStack,
-) -> tuple[VllmEngine | None, WeightSync]:
-    """Wait for the servers and return this rank's client, None without a `tokenizer`, and the weight sync. Collective.
-    With `routes` the client's rollouts have the experts of their tokens. `base` gives the weights below adapters.
+) -> tuple[VllmEngine | None, WeightSync | None]:
+    """Wait for the servers and return this rank's client, None without a `tokenizer`, and the weight sync. Both are
+    None in a run that does not generate. Collective. With `routes` the client's rollouts have the experts of their tokens.
+    `base` gives the weights below adapters.
 
     Servers that end are restarted or brought back until `resources` closes. Raises ConfigError for unreachable servers.
     """
+    if not config.generates:
+        return None, None
     launcher, first, nodes = servers.launcher, layout.world_rank == 0, None
     launched: Launcher | NodeLaunchers | None = launcher
     if servers.on_nodes is not None:

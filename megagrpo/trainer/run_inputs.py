@@ -283,7 +283,8 @@ def _read_task(
         return order_on_all(own, data, key, config.run.seed, layout)
 
     prompts = read(config.data.train, config.data, task.key("data.train"))
-    return TaskData(prompts, load_sets(task, sampling, read, names), dialogues)
+    sets = load_sets(task, sampling, read, names) if config.generates else []
+    return TaskData(prompts, sets, dialogues)
 
 
 def order_on_all(

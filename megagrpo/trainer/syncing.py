@@ -17,7 +17,7 @@ from megagrpo.types import WeightSyncError
 class Syncing:
     """Pushes the policy's `weights` to the engine. All methods are collective."""
 
-    weight_sync: WeightSync
+    weight_sync: WeightSync | None  # None: the run has no servers
     weights: Callable[[], Weights]
     state: TrainState
     collector: Collector
@@ -54,5 +54,7 @@ class Syncing:
 
     def _push(self, version: int) -> dict[str, float]:
         """Push the policy's weights as `version` and return the sync's metrics."""
+        if self.weight_sync is None:
+            return {}
         with self.turns.syncing() as handover, self.phases("sync") as task:
             return self.weight_sync.push(self.weights(), version, handover, task).metrics

@@ -16,6 +16,7 @@ from megagrpo.environments.task_engine import generator_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.optimizer.policy_optimizer import apex_note
+from megagrpo.records.rows.kept_rollouts import FOLDER, KeptFiles
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
@@ -27,6 +28,7 @@ from megagrpo.trainer.recording import Journal, make_records, open_journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.trainer.rollout.kept_source import open_kept
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.run_inputs import Inputs, read_inputs
 from megagrpo.trainer.syncing import Syncing
@@ -57,9 +59,10 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     engine, weight_sync = connect(servers, config, layout, data.tokenizer, routes, base, say, resources)
     if engine is not None:
         journal.writer.follow(engine)
-    rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
+    with as_config_errors():
+        rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
     collector = rollouts.collector
-    offloaded = offloads(config.rollout, config.train.offload)
+    offloaded = config.generates and offloads(config.rollout, config.train.offload)
     offload = Offload(policy, reference, teachers, critic) if offloaded else NoOffload()
     rank_0_engine = engine if layout.world_rank == 0 else None
     turns = GpuTurns(layout, rank_0_engine, servers.sleep, offload, collector.stop_if_requested, phases)
@@ -96,8 +99,14 @@ def make_rollouts(
         pool = AsyncPool(generator, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
         resources.enter_context(pool)
     ahead, algorithm = rollout.max_staleness > 0, config.algorithm
-    collector = Collector(layout, generator, data.rewards, journal.phases, pool, ahead, algorithm)
+    kept = None if config.generates else open_kept(config, data, layout)
+    collector = Collector(layout, generator, data.rewards, journal.phases, pool, kept, ahead, algorithm)
+    folder, limit, keeps = inputs.folder, config.run.keep_rollouts_gb * 1e9, None
+    if config.generates and limit and layout.is_dp_leader:
+        replica = layout.dp_rank, layout.dp_size
+        keeps = KeptFiles(folder.path / FOLDER, replica, folder.restored_step, limit, journal.writer.message)
+        resources.callback(keeps.close)
     orders = data.prompts.orders if isinstance(data.prompts, Mixture) else [data.prompts]
     pairs = zip(config.each_task, orders, strict=True)
     sources = {task.name: order for task, order in pairs if isinstance(order, SourcedPrompts)}
-    return Rollouts(config, data.prompts, collector, data.sampling, state, journal.writer.message, sources)
+    return Rollouts(config, data.prompts, collector, data.sampling, state, journal.writer.message, keeps, sources)

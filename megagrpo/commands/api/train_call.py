@@ -129,7 +129,7 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
         if ranks > 1:
             return run_ranks(ranks, ["megagrpo", "train", name, *overrides])
     with without_garbage_collection(), one_metadata_scan():
-        if not is_rank and not num_gpus() and config.algorithm.loss.generates:
+        if not is_rank and not num_gpus() and config.generates:
             early_start.begin(config.rollout, config.lora.rank if config.lora.syncs_adapters else 0)
         from megagrpo.trainer import rank
         from megagrpo.trainer.methods.method_table import BUILDERS

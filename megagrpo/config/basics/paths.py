@@ -186,6 +186,7 @@ PATHS: dict[str, Resolve] = {
     "multi_turn.agent.certificate": _file,
     "multi_turn.agent.certificate_key": _file,
     "rollout.urls_file": _file,
+    "rollout.kept.path": _file,
     "rollout.weight_sync_transport": _function,
     "rollout.token_file": _file,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -86,6 +87,20 @@ def constraint_of(structured_outputs: Mapping[Any, Any]) -> tuple[str, str] | No
     return None
 
 
+class KeptSection(Section):
+    path: str | None = None
+    """A run's folder, or a file or folder of groups in the same format: the run trains on these rollouts, scores them
+    again, and starts no servers. docs/kept_rollouts.md."""
+    by: Literal["step", "prompt"] = "step"
+    """Which group a prompt gets: the one of the same step of the kept run, or any one of the same row of data.train."""
+
+    @property
+    def folder(self) -> Path:
+        """`path` as a path."""
+        assert self.path is not None, "the run generates"
+        return Path(self.path)
+
+
 class RolloutSection(Section):
     prompts_per_step: PositiveInt = 8
     """Prompts in each step."""
@@ -143,6 +158,8 @@ class RolloutSection(Section):
     mismatch_threshold: Annotated[float, Field(ge=1)] | None = None
     """Warn when a step's `token_mult_prob_error` is above this. Empty: warn when it is three times as far from 1 as in
     the first 5 steps and above the normal 1.01 in fp32 or 1.1 in bf16; never with max_staleness above 0."""
+    kept: KeptSection = KeptSection()
+    """Kept rollouts that replace generation."""
     servers: Count = 1
     """vLLM servers to start, each on `tp` x `pp` x `dp` devices. Colocated ones are spread evenly over `run.nodes`."""
     tp: PositiveInt = 1

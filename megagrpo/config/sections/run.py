@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from megagrpo.config.sections.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.sections.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from megagrpo.config.sections.tracker_options import (
     TrackioSection,
     WandbSection,
@@ -67,6 +67,9 @@ class RunSection(Section):
     log_tokens_groups: NonNegativeInt = 2
     """Groups per step whose tokens are written to `tokens.jsonl` for `megagrpo report` (docs/report.md): those with the
     largest range of advantages. 0: none."""
+    keep_rollouts_gb: NonNegativeFloat = 10.0
+    """Keep the tokens and log-probs of all responses in the run's `rollouts/`, up to this size, so that another run can
+    train on them (`rollout.kept`). A token takes about 15 bytes, with its text. 0 keeps none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of console lines and log records. `warning` hides steps and progress. The variable
     MEGAGRPO_LOG_LEVEL takes precedence."""

@@ -10,7 +10,6 @@ prompts in the same order, whatever the timing. `max_staleness` steps of other g
 
 from __future__ import annotations
 
-import base64
 import threading
 import time
 from collections import Counter
@@ -18,12 +17,11 @@ from collections.abc import Container, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from megagrpo.engine.http.protocol import AheadGenerator
+from megagrpo.records.rows.packed_groups import packed, unpacked
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.scored_groups import ScoredGroup, begin_scoring
-from megagrpo.types import Dialogue, Prompt, Rollout, Routes, SamplingParams
+from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
 class AsyncPool:
@@ -119,7 +117,7 @@ class AsyncPool:
         """Return the groups that are finished and not handed out, as JSON values. Rewards are left out, because they
         are computed again. In-flight groups are left out too: they are requested again."""
         with self._changed:
-            return [packed(position, group.rollouts) for position, group in sorted(self._finished.items())]
+            return [{"place": position} | packed(group.rollouts) for position, group in sorted(self._finished.items())]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Restore the groups of `state`; each is used when its prompt is requested. Call this before the first sync of
@@ -151,7 +149,8 @@ class AsyncPool:
         if saved is None or (saved["prompt_id"], len(saved["rollouts"])) != (prompt.prompt_id, prompt.group_size(n)):
             return False
         with self._changed:
-            self._finish(position_of(prompt), unpacked(saved, prompt), step)
+            # a resumed run syncs the checkpoint's weights as the next version
+            self._finish(position_of(prompt), unpacked(saved, prompt, later=1), step)
         return True
 
     def _await_any(self, positions: Container[int]) -> dict[int, ScoredGroup]:
@@ -229,78 +228,6 @@ class AsyncPool:
         if not self._under_way:
             self._idle += now - self._since
         self._since = now
-
-
-def packed(position: int, group: Sequence[Rollout]) -> dict[str, Any]:
-    """Convert a group to JSON values; arrays are in base64, token ids as int32, log-probs as float32."""
-    return {
-        "place": position,
-        "prompt_id": group[0].prompt.prompt_id,
-        "sampling": group[0].prompt.sampling,
-        "rollouts": [_packed(rollout) for rollout in group],
-    }
-
-
-def _packed(rollout: Rollout) -> dict[str, Any]:
-    row: dict[str, Any] = vars(rollout) | {
-        name: _encoded(getattr(rollout, name)) for name in ("response_ids", "rollout_logprobs")
-    }
-    del row["prompt"]
-    if (routes := row.pop("routes")) is not None:
-        row["routes"] = {"dtype": routes.dtype.name, "shape": routes.shape, "values": _encoded(routes)}
-    if (dialogue := row.pop("dialogue")) is not None:
-        row["dialogue"] = dialogue.record() | {"written": _encoded(dialogue.written), "outputs": dialogue.outputs}
-        # the text of an episode's `reset` is part of the prompt, and an agent's requests are prompts
-        row["prompt"] = {name: getattr(rollout.prompt, name) for name in ("token_ids", "messages", "opened")}
-    if branches := row.pop("branches"):
-        row["branches"] = [_packed(branch) for branch in branches]
-    return row
-
-
-def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
-    """Restore a group from its JSON values, with the sampling parameters that its row had. Weight versions grow by one,
-    because a resumed run syncs the checkpoint's weights as the next version."""
-    prompt = replace(prompt, sampling=saved.get("sampling", prompt.sampling))
-    return [_unpacked(row, prompt) for row in saved["rollouts"]]
-
-
-def _unpacked(row: dict[str, Any], prompt: Prompt) -> Rollout:
-    dialogue = None
-    if (record := row.get("dialogue")) is not None:
-        written = np.frombuffer(base64.b64decode(record["written"]), np.bool_)
-        dialogue = Dialogue.of_record(written, {name: value for name, value in record.items() if name != "written"})
-        shown = row["prompt"]
-        prompt = replace(prompt, **shown | {"token_ids": tuple(shown["token_ids"])})
-    return Rollout(
-        prompt,
-        *_decoded(row["response_ids"], row["rollout_logprobs"]),
-        row["finish_reason"],
-        row["weight_version"] + 1,
-        row["text"],
-        dialogue,
-        later_versions=tuple((start, version + 1) for start, version in row["later_versions"]),
-        stop_string=row.get("stop_string"),
-        forced=None if (forced := row.get("forced")) is None else tuple((start, stop) for start, stop in forced),
-        routes=_decoded_routes(row.get("routes")),
-        branches=tuple(_unpacked(branch, prompt) for branch in row.get("branches", ())),
-    )
-
-
-def _encoded(values: np.ndarray) -> str:
-    return base64.b64encode(values.tobytes()).decode()
-
-
-def _decoded(response_ids: str, logprobs: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids int32 and log-probs float32 [Lr]. Older checkpoints have log-probs in float64."""
-    ids, numbers = np.frombuffer(base64.b64decode(response_ids), np.int32), base64.b64decode(logprobs)
-    return ids, np.frombuffer(numbers, np.float64 if len(numbers) > 4 * len(ids) else np.float32).astype(np.float32)
-
-
-def _decoded_routes(saved: dict[str, Any] | None) -> Routes | None:
-    """Return routes [tokens, M, k]; None for a group of a run without them."""
-    if saved is None:
-        return None
-    return np.frombuffer(base64.b64decode(saved["values"]), saved["dtype"]).reshape(saved["shape"])
 
 
 def position_of(prompt: Prompt) -> int:

@@ -27,7 +27,7 @@ from megagrpo.platform.process.phases import Phases
 from megagrpo.records.checkpoints.ahead_files import read_ahead
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, position_of
-from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
+from megagrpo.trainer.rollout.scored_groups import GroupSource, OnDemand, scored_rollouts
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout
 
 # what one replica sampled, its counters, and the votes of its groups
@@ -56,6 +56,7 @@ class Collector:
     rewards: RewardScorer | None
     phases: Phases
     pool: AsyncPool | None = None
+    kept: GroupSource | None = None  # in place of `engine`, with `rollout.kept`
     runs_ahead: bool = False  # with `rollout.max_staleness`
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)  # `advantage_by` decides what samples have
     step: int = 0  # finished training steps, for reward functions that depend on the progress
@@ -120,7 +121,7 @@ class Collector:
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
         """Return this replica's rollouts, in prompt order, and its counters; `ahead`: the pool has them."""
         pool = self.pool if ahead else None
-        source = pool or OnDemand(*self._generating())
+        source = self.kept or pool or OnDemand(*self._generating())
         scored, counted = scored_rollouts(source, prompts, n, sampling, seed, self.phases, self.step)
         return scored, counted | ({} if pool is None else pool.counters())
 

@@ -17,6 +17,7 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.sources.prompt_order import PromptOrder
 from megagrpo.engine.http.protocol import derive_seed
+from megagrpo.records.rows.kept_rollouts import KeptFiles
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.rollout.collector import Collector, NoRollouts
 from megagrpo.trainer.rollout.image_checks import decodable
@@ -37,6 +38,7 @@ class Rollouts:
     sampling: SamplingParams
     state: TrainState
     say: Callable[[str], None]
+    keeps: KeptFiles | None = None  # on leaders, with `run.keep_rollouts_gb`
     sources: Mapping[str, SourcedPrompts] = field(default_factory=dict)  # of tasks with `data.source`, by name
     _decodable: set[int] = field(default_factory=set, init=False)  # rows whose images were decoded
 
@@ -60,6 +62,8 @@ class Rollouts:
             samples, counted = self.collector.collect(self.prompts.next(count), group, self.sampling, seed)
             for name, value in counted.items():
                 counters[name] += value
+            if self.keeps is not None:
+                self.keeps.keep(step + 1, seed, [*samples.own.values()])
             return samples
 
         drawn, rounds = collect(wanted), 0
