@@ -6,6 +6,7 @@ module's docstring is the description that `megagrpo NAME --help` prints.
 
 FOLDERS = {
     "setup": ("install", "init", "doctor", "keys", "schema"),
+    "runs": ("replay",),
     "checkpoints": ("convert", "export", "merge", "inspect", "roundtrip"),
 }
 """Folders below this one, and the commands whose modules they hold."""
@@ -24,6 +25,7 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "eval": "evaluate held-out sets with vLLM",
     "generate": "prompt a model or a checkpoint",
     "report": "write one HTML page with the curves and responses of runs",
+    "replay": "make a run again from its kept rollouts, and compare",
     "audit": "recompute a dumped training step in float64",
     "serve": "start vLLM servers for a trainer on other machines",
     "submit": "write or submit the job of a run for Slurm",

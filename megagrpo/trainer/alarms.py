@@ -134,7 +134,8 @@ def mismatch_limit(rollout: RolloutSection, dtype: str, quantizes: bool, first: 
     """
     if rollout.mismatch_threshold is not None:
         return rollout.mismatch_threshold
-    if rollout.max_staleness:  # training between sampling and the log-probs changes the number, too
+    # training between sampling and the log-probs changes the number, too
+    if rollout.max_staleness or rollout.kept.path is not None:
         return None
     usual = 1 + JUMP * (statistics.median(first) - 1) if len(first) == FIRST_STEPS else None
     if quantizes:  # the normal value depends on the model

@@ -136,8 +136,8 @@ def connect(
     resources: ExitStack,
 ) -> tuple[VllmEngine | None, WeightSync | None]:
     """Wait for the servers and return this rank's client, None without a `tokenizer`, and the weight sync. Both are
-    None in a run that does not generate. Collective. With `routes` the client's rollouts have the experts of their tokens.
-    `base` gives the weights below adapters.
+    None in a run that does not generate. Collective. With `routes` the client's rollouts have the experts of their
+    tokens. `base` gives the weights below adapters.
 
     Servers that end are restarted or brought back until `resources` closes. Raises ConfigError for unreachable servers.
     """

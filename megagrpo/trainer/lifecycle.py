@@ -89,6 +89,7 @@ class Lifecycle:
     saves: Saves
     evaluations: Evaluations
     check_folder: Callable[[], None]
+    last_step: int  # `run.num_steps`, or the last step with kept rollouts
     stopped_by: int = 0  # the signal that ended the run; 0: none
 
     def begin(self) -> None:
@@ -98,7 +99,7 @@ class Lifecycle:
 
     def begin_step(self) -> bool:
         """Begin the next step. Returns False when the run is over."""
-        if self.state.step >= self.run.num_steps or self.callbacks.control.should_training_stop:
+        if self.state.step >= self.last_step or self.callbacks.control.should_training_stop:
             return False
         self.callbacks.step_begin()
         self.saves.time_limit.step_begins()
@@ -122,13 +123,13 @@ class Lifecycle:
         self.alarms.stop_if_rewards_raise(metrics, self.saves)
         self.alarms.stop_if_skipping()
         self.evaluations.evaluate_if_due()
-        last = step == self.run.num_steps or self.callbacks.control.should_training_stop
+        last = step == self.last_step or self.callbacks.control.should_training_stop
         if last or self.callbacks.control.should_save or (self.run.save_steps and step % self.run.save_steps == 0):
             self.saves.save(must_succeed=last)
 
     def finish(self) -> None:
         """End a run whose steps are done."""
-        early = " (a callback stopped the run)" if self.state.step < self.run.num_steps else ""
+        early = " (a callback stopped the run)" if self.state.step < self.last_step else ""
         self.records.writer.message(f"finished {self.state.step} steps{early}")
         self.callbacks.train_end()
 
@@ -159,11 +160,13 @@ class Lifecycle:
         self.stopped_by = number
 
 
-def make_lifecycle(inputs: Inputs, layout: Layout, evaluations: Evaluations, alarms: Alarms) -> Lifecycle:
-    """Return the lifecycle of a run with these evaluations."""
+def make_lifecycle(
+    inputs: Inputs, layout: Layout, evaluations: Evaluations, alarms: Alarms, last_step: int | None = None
+) -> Lifecycle:
+    """Return the lifecycle of a run with these evaluations. `last_step` is None if the run has all its steps."""
     own, lock = evaluations, inputs.folder.lock
     parts = own.run, own.state, own.records, own.callbacks, alarms, own.saves, own
-    return Lifecycle(*parts, partial(on_first_rank, layout, lock.check))
+    return Lifecycle(*parts, partial(on_first_rank, layout, lock.check), last_step or own.run.num_steps)
 
 
 def make_evaluations(

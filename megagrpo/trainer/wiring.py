@@ -28,7 +28,7 @@ from megagrpo.trainer.recording import Journal, make_records, open_journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.groups import Rollouts
-from megagrpo.trainer.rollout.kept_source import open_kept
+from megagrpo.trainer.rollout.kept_source import last_step, open_kept
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.run_inputs import Inputs, read_inputs
 from megagrpo.trainer.syncing import Syncing
@@ -73,7 +73,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     syncing = Syncing(weight_sync, learning.weights, state, collector, turns, phases, say)
     saves = make_saves(inputs, policy, reference, critic, state, collector, turns, journal.writer)
     evaluations = make_evaluations(inputs, rollouts, turns, records, saves)
-    lifecycle = make_lifecycle(inputs, layout, evaluations, alarms)
+    lifecycle = make_lifecycle(inputs, layout, evaluations, alarms, last_step(config, layout))
     if folder.resume_from is not None:
         saves.restore(folder.resume_from, inputs.data_change)
     return Trainer(config, state, turns, rollouts, learning, syncing, records, lifecycle)

@@ -84,6 +84,8 @@ def trainer_alone(
     callbacks = Callbacks(config, layout)
     saves = Saves(checkpointer, state, given, given, turns, TimeLimit(None, given.stop), writer, background=False)
     evaluations = Evaluations([], config.evaluation, config.run, state, given, turns, records, callbacks, saves)
-    lifecycle = Lifecycle(config.run, state, records, callbacks, alarms, saves, evaluations, lambda: None)
+    lifecycle = Lifecycle(
+        config.run, state, records, callbacks, alarms, saves, evaluations, lambda: None, config.run.num_steps
+    )
     drawn = Rollouts(config, given, given, sampling_of(config.rollout), state, writer.message)
     return Trainer(config, state, turns, drawn, learning, syncing, records, lifecycle)

@@ -1,12 +1,16 @@
 """A run that stops and resumes equals an uninterrupted run. Also: how folders of earlier runs are treated."""
 
+import base64
 import json
 import os
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
+from megagrpo.proof.replay import compare
+from megagrpo.weights.files.torch_dist import StoredTensors
 from tests.e2e import world
 
 # vLLM's sums depend on the batch that it decodes.
@@ -81,6 +85,42 @@ def test_a_resumed_run_ends_with_the_same_weights_and_moments_bit_by_bit(whole, 
     assert not any(torch.equal(first[name], tensor) for name, tensor in expected.items() if "exp_avg" in name)
     files = [path.name for path in whole.newest.glob("*.distcp")]
     assert files and all((whole.newest / name).read_bytes() == (parts.newest / name).read_bytes() for name in files)
+
+
+def test_a_run_on_kept_rollouts_starts_no_server_and_ends_with_the_same_bits(parts, tmp_path):
+    run = world.train(tmp_path, "run.max_steps=4", f"rollout.kept.path={parts.folder}", *CURRICULUM, launched=True)
+    assert run.code == 0 and not list(run.folder.glob("vllm*")), run.err
+    assert [row["completion"] for row in run.completions] == [row["completion"] for row in parts.completions]
+    compared = compare(parts.folder, run.folder, 0)
+    assert not compared.found and compared.lines == [
+        "steps 1 to 4: all metrics are equal, except times and memory",
+        f"step_000004: 0 of {len(StoredTensors(run.newest).keys())} tensors differ",
+    ]
+    for written in run.newest.glob("*.distcp"):
+        assert written.read_bytes() == (parts.newest / written.name).read_bytes()
+
+
+def test_a_changed_run_on_kept_rollouts_is_the_ablation_and_its_first_difference_is_named(parts, tmp_path):
+    of_prompts = tmp_path / "written_elsewhere.jsonl"
+    rows = [json.loads(line) for line in (parts.folder / "rollouts" / "replica_0.jsonl").read_text().splitlines()]
+    with of_prompts.open("w") as file:
+        for row in rows:
+            rollouts = [plain_lists(rollout) for rollout in row["rollouts"]]
+            file.write(json.dumps({"prompt_id": row["prompt_id"], "rollouts": rollouts}) + "\n")
+    kept = [f"rollout.kept={{path: {of_prompts}, by: prompt}}", "rollout.num_generations=3", "run.seed=7"]
+    run = world.train(tmp_path, "run.max_steps=1", "data.train.size=8", *kept, launched=True)
+    assert run.code == 0, run.err
+    texts = {rollout["text"] for row in rows for rollout in row["rollouts"]}
+    assert len(run.completions) == 12 and {row["completion"] for row in run.completions} <= texts
+    compared = compare(parts.folder, run.folder, 0)
+    assert compared.found and compared.lines[0].startswith("step 1 differs in ")
+
+
+def plain_lists(rollout):
+    """A rollout as another program writes it: numbers instead of base64, and no text."""
+    ids = np.frombuffer(base64.b64decode(rollout["response_ids"]), np.int32).tolist()
+    logprobs = np.frombuffer(base64.b64decode(rollout["rollout_logprobs"]), np.float32).tolist()
+    return {"response_ids": ids, "rollout_logprobs": logprobs, "finish_reason": rollout["finish_reason"]}
 
 
 def test_a_run_that_has_taken_all_its_steps_has_nothing_left_to_resume(parts):

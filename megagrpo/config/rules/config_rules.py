@@ -286,6 +286,9 @@ def thinking_problems(config: RunConfig) -> Iterator[Problem]:
 def kept_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what a run without servers cannot do, and a choice of kept rollouts without any."""
     kept, key = config.rollout.kept, "rollout.kept.path"
+    if kept.to_step and (kept.path is None or kept.by == "prompt"):
+        reason = "ends a run on kept rollouts by step; set run.max_steps instead"
+        yield Problem(("rollout.kept.to_step", "rollout.kept.by", key), f"{kept.to_step} {reason}")
     if kept.path is None:
         if kept.by != "step":
             yield Problem(("rollout.kept.by", key), f"{kept.by} has no effect without {key}; set it, or leave `by` out")

@@ -93,6 +93,9 @@ class KeptSection(Section):
     again, and starts no servers. docs/kept_rollouts.md."""
     by: Literal["step", "prompt"] = "step"
     """Which group a prompt gets: the one of the same step of the kept run, or any one of the same row of data.train."""
+    to_step: PositiveInt | None = None
+    """With `by` step: the run ends after this step, with the learning rates of a whole run. Empty: after the last step
+    that both runs have."""
 
     @property
     def folder(self) -> Path:

@@ -7,12 +7,15 @@ writes its own files, and reads of all files only the lines of its own groups.
 from __future__ import annotations
 
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from megagrpo.records.rows.jsonl_file import JsonlFile, encoded
 from megagrpo.records.rows.packed_groups import packed, unpacked
@@ -32,7 +35,7 @@ class KeptFiles:
         """Open the files of replica `replica[0]` of `replica[1]`, without the groups of steps after `last_step`, of
         which earlier replicas are rid too. All replicas together write at most `limit` bytes."""
         self._limit, self._say, self._step = limit / replica[1], say, last_step
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         for earlier in folder.glob("replica_*.jsonl"):
             number = int(earlier.name.removeprefix("replica_").split(".")[0])
             if number >= replica[1] and number % replica[1] == replica[0]:
@@ -51,7 +54,7 @@ class KeptFiles:
         keys = [_key(group[0].prompt, seed) for group in groups]
         names = "seed", "prompt_id", "occurrence"
         lines = [
-            encoded([{"step": step} | dict(zip(names, key, strict=True)) | packed(group)])
+            encoded([{"step": step} | dict(zip(names, key, strict=True)) | _prompt_sum(group[0]) | packed(group)])
             for key, group in zip(keys, groups, strict=True)
         ]
         if (wanted := sum(map(len, lines))) > self._limit:
@@ -75,6 +78,12 @@ class KeptFiles:
     def _end(self, why: str) -> None:
         self._limit = 0.0
         self._say(why)
+
+
+def _prompt_sum(rollout: Rollout) -> dict[str, int]:
+    """Return the CRC-32 of the prompt's tokens as int32. A conversation may begin with other tokens than its row."""
+    tokens = np.array(rollout.prompt.token_ids, np.int32)
+    return {} if rollout.dialogue else {"prompt_crc32": zlib.crc32(tokens.tobytes())}
 
 
 def _key(prompt: Prompt, seed: int) -> tuple[int, int, int]:
@@ -136,7 +145,10 @@ class KeptRollouts:
             for row in line["rollouts"]:
                 if "text" not in row:
                     row["text"] = self.decode(row["response_ids"])
-            return self._checked(unpacked(line, prompt)[:n], n)
+            group = unpacked(line, prompt)[:n]
+            if line.get("prompt_crc32", prompt_sum := _prompt_sum(group[0]).get("prompt_crc32")) != prompt_sum:
+                raise ValueError("its prompt has other tokens now: the data, the template or the tokenizer has changed")
+            return self._checked(group, n)
         except (KeyError, TypeError, ValueError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise LookupError(f"{path}, the line at byte {start}, row {prompt.prompt_id}: {what}") from None

@@ -84,7 +84,7 @@ class Rollouts:
         if algorithm.dynamic_sample:
             counters |= {"dynamic_sample/rounds": float(rounds)}
             samples = self._useful(drawn, useful, rounds, counters)
-        if rollout.max_staleness:
+        if rollout.max_staleness and self.config.generates:
             ages = staleness(samples, self.state.weight_version)
             assert 0 <= ages["staleness/max"] <= rollout.max_staleness, ages
             counters |= ages

@@ -42,11 +42,6 @@ def open_kept(config: RunConfig, data: Data, layout: Layout) -> KeptSource | Non
     """Open the kept rollouts of `rollout.kept.path` on each leader; None on other ranks. With `by` prompt, rows without
     rollouts are never drawn. Collective. Raises ValueError."""
     path, by = config.rollout.kept.folder, config.rollout.kept.by
-    if by == "step":
-        last = on_first_rank(layout, lambda: last_kept_step(path))
-        if last < config.run.num_steps:
-            which = f"only the steps up to {last}; set run.max_steps={last}" if last else "no steps"
-            raise ValueError(f"rollout.kept.path: {path} has {which}, or use rollout.kept.by=prompt")
 
     def opened() -> KeptSource | None:
         if data.rewards is None or data.tokenizer is None:
@@ -57,6 +52,18 @@ def open_kept(config: RunConfig, data: Data, layout: Layout) -> KeptSource | Non
     if by == "prompt":
         leave_out_others(data.prompts, on_first_rank(layout, lambda: source.kept.prompt_ids if source else set()))
     return source
+
+
+def last_step(config: RunConfig, layout: Layout) -> int:
+    """Return the run's last step: that of the kept rollouts, if they end earlier. Collective. Raises ConfigError for
+    rollouts without steps."""
+    kept, steps = config.rollout.kept, config.run.num_steps
+    if kept.path is None or kept.by == "prompt":
+        return steps
+    last = on_first_rank(layout, lambda: last_kept_step(kept.folder))
+    if not last:
+        raise ConfigError(f"rollout.kept.path: {kept.path} has rollouts of no step; use rollout.kept.by=prompt")
+    return min(steps, kept.to_step or steps, last)
 
 
 def leave_out_others(prompts: PromptOrder, kept: set[int]) -> None:

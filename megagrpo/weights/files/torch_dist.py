@@ -234,6 +234,21 @@ class StoredTensors:
                     groups.setdefault(at, []).append(chunk)
         return groups.get(tuple(tensor.global_offset[:axes]), [])
 
+    def keys(self) -> list[str]:
+        """Return the names of all tensors, sorted."""
+        stored = self.metadata.state_dict_metadata.items()
+        return sorted(key for key, value in stored if isinstance(value, TensorStorageMetadata))
+
+    def whole(self, key: str) -> Tensor:
+        """Return a tensor with all its pieces, in its shape and dtype."""
+        stored = self._tensor(key)
+        if len(stored.chunks) == 1:
+            return self._piece(key, stored.chunks[0])
+        whole = torch.zeros(stored.size, dtype=stored.properties.dtype)
+        for chunk in stored.chunks:
+            whole[_relative(_box(chunk), ((0,) * whole.dim(), tuple(stored.size)))] = self._piece(key, chunk)
+        return whole
+
     def object_bytes(self, key: str) -> bytes:
         """Return the bytes of the object `key`, as stored. Raises KeyError when there is none."""
         name = f"{key}/shard_0_1"  # as Megatron names an object that is not sharded

@@ -18,8 +18,8 @@ from megagrpo.data.tokens.row_settings import RowReader
 from megagrpo.data.tokens.sampling import of_row, own_sampling, sampling_row
 from megagrpo.engine.client import _seed_of_group
 from megagrpo.engine.requests import GroupRequest, sampling_params
+from megagrpo.records.rows.packed_groups import packed, unpacked
 from megagrpo.train_types import TrainSample
-from megagrpo.trainer.rollout.async_rollouts import packed, unpacked
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout, Thinking
 from tests.unit.data.test_prompts import tokenizer  # noqa: F401 (a fixture)
 from tests.unit.for_each import for_each
@@ -288,7 +288,7 @@ def test_lengths_of_parameters_of_drawn_samples_join_those_of_earlier_ones():
 
 def test_groups_in_a_checkpoint_keep_the_parameters_that_they_were_sampled_with():
     (scored,) = drawn(READ)
-    saved = json.loads(json.dumps(packed(5, [scored.rollout])))
+    saved = json.loads(json.dumps(packed([scored.rollout])))
     (restored,) = unpacked(
         saved, Prompt(0, (1,), "", sampling={"temperature": 2.0}, position=0)
     )  # the file has changed

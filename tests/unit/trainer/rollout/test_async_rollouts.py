@@ -13,8 +13,9 @@ import pytest
 from megagrpo.config import ConfigError, load_config
 from megagrpo.data.images.prompt_images import ImageReader, image_columns
 from megagrpo.engine.http.protocol import EngineError, EngineInterrupted, EngineStarved
+from megagrpo.records.rows.packed_groups import packed, unpacked
 from megagrpo.row_image import RowImage
-from megagrpo.trainer.rollout.async_rollouts import AsyncPool, packed, unpacked
+from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, Turn
 from tests.distributed.tiny_vision import image, write_model
 from tests.unit.config.test_placement import QUICKSTART
@@ -223,14 +224,16 @@ def test_a_resumed_pool_hands_out_what_was_finished_and_asks_for_the_rest():
 def test_groups_in_a_checkpoint_for_another_prompt_are_generated_again(changed):
     engine = Engine()
     with AsyncPool(engine, Rewards(), 1) as pool:
-        pool.load_state_dict([packed(0, [Rollout(prompts(0, 1)[0], (5,), (-1.0,), "stop", 1, "")] * 2) | changed])
+        pool.load_state_dict(
+            [{"place": 0} | packed([Rollout(prompts(0, 1)[0], (5,), (-1.0,), "stop", 1, "")] * 2) | changed]
+        )
         assert take(pool, prompts(0, 1))[0][0].response_ids.tolist() == [1, 2]
 
 
 def test_the_version_of_each_token_is_known():
     rollout = Rollout(prompts(0, 1)[0], (1, 2, 3, 4), (0.0,) * 4, "stop", 5, "", later_versions=((1, 6), (3, 8)))
     assert rollout.token_versions.tolist() == [5, 6, 6, 8]
-    (back,) = unpacked(json.loads(json.dumps(packed(0, [rollout]))), rollout.prompt)
+    (back,) = unpacked(json.loads(json.dumps(packed([rollout]))), rollout.prompt, later=1)
     assert back == replace(rollout, weight_version=6, later_versions=((1, 7), (3, 9)))
 
 
@@ -244,7 +247,9 @@ def test_a_checkpoint_keeps_conversations():
     )
     dialogue = Dialogue([True, False, True], messages, turns, "failed", {"turns": 0.5, "Board": None}, "died", 2)
     rollout = Rollout(prompt, (7, 8, 2), (-0.1, 0.0, -0.2), "length", 5, "a", dialogue, later_versions=((2, 6),))
-    (back,) = unpacked(json.loads(json.dumps(packed(0, [rollout]))), replace(prompts(0, 1)[0], columns=prompt.columns))
+    (back,) = unpacked(
+        json.loads(json.dumps(packed([rollout]))), replace(prompts(0, 1)[0], columns=prompt.columns), later=1
+    )
     assert back == replace(rollout, weight_version=6, later_versions=((2, 7),))
     assert [vars(turn) for turn in back.dialogue.turns] == [vars(turn) for turn in turns]  # with their seconds
 
@@ -259,7 +264,7 @@ def test_a_checkpoint_leaves_images_to_the_data_set(tmp_path):
     dialogue = Dialogue([True], ({"role": "assistant", "content": "a"},), (Turn(0, 1),), "done")
     longer = replace(prompt, token_ids=(*ids, 9), messages="with the text of reset")
     group = Rollout(prompt, (7,), (-0.1,), "stop", 5, "a"), Rollout(longer, (7,), (-0.1,), "stop", 5, "a", dialogue)
-    text = json.dumps(packed(0, group))
+    text = json.dumps(packed(group))
     assert len(text) < 1500
     (_, again), images = reader.placed([5, 69, 7], [picture]), image_columns({"image": picture}, [RowImage(picture)])
     back = unpacked(json.loads(text), replace(prompt, inputs=again, columns=images))
@@ -275,7 +280,7 @@ def test_a_checkpoint_keeps_the_samples_of_a_branched_trajectory():
         return Rollout(asked, (5, number), (-1.0, -0.5), "stop", number, "x", dialogue, **more)
 
     whole = sample(9, branches=(sample(3), sample(4)))
-    (back,) = unpacked(json.loads(json.dumps(packed(0, [whole]))), prompts(0, 1)[0])
+    (back,) = unpacked(json.loads(json.dumps(packed([whole]))), prompts(0, 1)[0], later=1)
     newer = [replace(branch, weight_version=branch.weight_version + 1) for branch in whole.branches]
     assert back == replace(whole, weight_version=10, branches=tuple(newer))
 
@@ -284,18 +289,18 @@ def test_a_checkpoint_keeps_the_samples_of_a_branched_trajectory():
 def test_a_checkpoint_keeps_the_routes_of_a_group(dtype):
     routes = np.arange(3 * 4 * 2, dtype=dtype).reshape(3, 4, 2)
     rollout = Rollout(prompts(0, 1)[0], (1, 2, 3), (-0.1,) * 3, "stop", 5, "", routes=routes)
-    (back,) = unpacked(json.loads(json.dumps(packed(0, [rollout]))), rollout.prompt)
+    (back,) = unpacked(json.loads(json.dumps(packed([rollout]))), rollout.prompt, later=1)
     assert back == replace(rollout, weight_version=6) and back.routes.dtype == dtype
-    assert "routes" not in packed(0, [replace(rollout, routes=None)])["rollouts"][0]
+    assert "routes" not in packed([replace(rollout, routes=None)])["rollouts"][0]
 
 
 def test_groups_of_an_older_checkpoint_have_log_probs_in_float64():
     rollout = Rollout(prompts(0, 1)[0], (1, 2, 3), (-0.1, -1.5, -0.25), "stop", 5, "")
-    saved = packed(0, [rollout])
+    saved = packed([rollout])
     saved["rollouts"][0]["rollout_logprobs"] = base64.b64encode(
         rollout.rollout_logprobs.astype("f8").tobytes()
     ).decode()
-    assert unpacked(saved, rollout.prompt) == [replace(rollout, weight_version=6)]
+    assert unpacked(saved, rollout.prompt, later=1) == [replace(rollout, weight_version=6)]
 
 
 def test_prompts_that_were_not_requested_ahead_are_generated_at_once():
