@@ -24,7 +24,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "run": {
         FIRST: "name output_dir max_steps num_train_epochs save_steps save_total_limit resume trackers seed",
         "Saving and ending": "async_save overwrite time_limit callbacks nodes deterministic",
-        "Console and files": "log_* progress peak_tflops",
+        "Console and files": "log_* keep_rollouts_gb progress peak_tflops",
         "Trackers": "wandb* trackio*",
         "Profiles": "profile*",
     },
@@ -70,6 +70,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "Agreement with the trainer": "mismatch_threshold routing_replay",
         "Engine and KV cache": "kv_cache_gb max_num_seqs enforce_eager quantization extra_args",
         "Layout of a server": "pp dp nodes_per_server enable_expert_parallel",
+        "Kept rollouts": "kept*",
         "Servers of your own": "urls urls_file reconnect_timeout token_file interface port",
         "Weight sync": "weight_sync_*",
         "Time limits and restarts": "startup_timeout request_timeout max_restarts",

@@ -74,8 +74,8 @@ def _check(gpu: str | None, sizes: dict[str, float | None]) -> None:
 
 def _check_with_config(config: RunConfig, gpu: str | None, lengths: dict[str, float | None]) -> None:
     """Raise ConfigError for seconds of a run that samples nothing, and for a length above the config's limit."""
-    if not config.algorithm.loss.generates and gpu:
-        reason = f"loss_type {config.algorithm.loss_type} samples nothing, and its seconds are not predicted"
+    if not config.generates and gpu:
+        reason = "the run samples nothing, and its seconds are not predicted"
         raise ConfigError(f"gpu: {reason}; set gpu_memory_gb alone")
     limits = {"prompt_tokens": config.rollout.max_prompt_length, "response_tokens": config.max_response_length}
     for name, average in lengths.items():

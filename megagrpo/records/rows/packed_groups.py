@@ -71,11 +71,16 @@ def _encoded(values: np.ndarray) -> str:
 
 
 def _decoded(response_ids: str | list[int], logprobs: str | list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids int32 and log-probs float32 [Lr]. Older checkpoints have log-probs in float64."""
-    if isinstance(response_ids, list) or isinstance(logprobs, list):
-        return np.array(response_ids, np.int32), np.array(logprobs, np.float32)
-    ids, numbers = np.frombuffer(base64.b64decode(response_ids), np.int32), base64.b64decode(logprobs)
-    return ids, np.frombuffer(numbers, np.float64 if len(numbers) > 4 * len(ids) else np.float32).astype(np.float32)
+    """Return token ids int32 and log-probs float32 [Lr], each from base64 or from a list. Older checkpoints have
+    log-probs in float64."""
+    ids = np.frombuffer(_bytes(response_ids, np.int32), np.int32)
+    numbers = _bytes(logprobs, np.float32)
+    is_double = isinstance(logprobs, str) and len(numbers) == 8 * len(ids)
+    return ids, np.frombuffer(numbers, np.float64 if is_double else np.float32).astype(np.float32)
+
+
+def _bytes(values: str | list[Any], dtype: type) -> bytes:
+    return base64.b64decode(values) if isinstance(values, str) else np.array(values, dtype).tobytes()
 
 
 def _decoded_routes(saved: dict[str, Any] | None) -> Routes | None:
