@@ -16,7 +16,7 @@ from megagrpo.environments.task_engine import generator_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.optimizer.policy_optimizer import apex_note
-from megagrpo.records.rows.kept_rollouts import FOLDER, KeptFiles
+from megagrpo.records.rows.kept_rollouts import ROLLOUTS, KeptFiles
 from megagrpo.train_types import TrainState
 from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
@@ -99,12 +99,12 @@ def make_rollouts(
         pool = AsyncPool(generator, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
         resources.enter_context(pool)
     ahead, algorithm = rollout.max_staleness > 0, config.algorithm
-    kept = None if config.generates else open_kept(config, data, layout)
+    kept = None if config.generates else open_kept(config, data.prompts, data.rewards, data.tokenizer, layout)
     collector = Collector(layout, generator, data.rewards, journal.phases, pool, kept, ahead, algorithm)
     folder, limit, keeps = inputs.folder, config.run.keep_rollouts_gb * 1e9, None
     if config.generates and limit and layout.is_dp_leader:
         replica = layout.dp_rank, layout.dp_size
-        keeps = KeptFiles(folder.path / FOLDER, replica, folder.restored_step, limit, journal.writer.message)
+        keeps = KeptFiles(folder.path / ROLLOUTS, replica, folder.restored_step, limit, journal.writer.message)
         resources.callback(keeps.close)
     orders = data.prompts.orders if isinstance(data.prompts, Mixture) else [data.prompts]
     pairs = zip(config.each_task, orders, strict=True)

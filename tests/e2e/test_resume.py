@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.proof.replay import compare
+from megagrpo.proof.replays import compare
 from megagrpo.weights.files.torch_dist import StoredTensors
 from tests.e2e import world
 

@@ -49,7 +49,7 @@ PARTS = {
     "trainer": ("gpu", "rollout", "evaluation", "saving", "data_checks", "", "methods"),
     "proof": ("audit", "verify", "report"),
     "cluster": ("launch", "doctor"),
-    "commands": ("api", "arguments", "", "checkpoints", "setup"),
+    "commands": ("api", "arguments", "", "checkpoints", "setup", "runs"),
 }
 # Rules and sections name the class of the whole config in annotations, which hold their rules.
 ANNOTATED = {("config", "RunConfig")}

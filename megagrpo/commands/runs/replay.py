@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Replay, compare, and return the exit code. Raises ConfigError for a folder that cannot be replayed."""
     from megagrpo.commands.api.train_call import run_training
-    from megagrpo.proof.replay import OUTPUT, compare, prepare
+    from megagrpo.proof.replays import REPLAY_FOLDER, compare, prepare
 
     folder = Path(options.run_folder)
     if options.generate and options.last is not None:
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     code = run_training(str(plan.config), [*plan.overrides, *overrides(options)], plan.ranks)
     if code:
         return 1
-    differences = compare(folder, folder / OUTPUT, options.first or 0)
+    differences = compare(folder, folder / REPLAY_FOLDER, options.first or 0)
     for line in differences.lines:
         show(line)
     return int(differences.found)

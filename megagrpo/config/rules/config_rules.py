@@ -22,7 +22,7 @@ from megagrpo.config.rules.algorithm_rules import (
 )
 from megagrpo.config.rules.extra_args import extra_args_problems, options_of
 from megagrpo.config.rules.overlap_rules import overlap_problems
-from megagrpo.config.rules.row_rules import row_problems
+from megagrpo.config.rules.row_rules import kept_problems, row_problems
 from megagrpo.config.rules.task_rules import task_problems
 from megagrpo.config.rules.teacher_rules import teacher_problems
 from megagrpo.config.rules.tower_rules import tower_problems
@@ -281,27 +281,6 @@ def thinking_problems(config: RunConfig) -> Iterator[Problem]:
     if r.max_thinking_tokens and r.structured_outputs:
         reason = f"starts again with each request, and a thought's end begins one ({key}); leave one of the two out"
         yield Problem(("rollout.structured_outputs", key), reason)
-
-
-def kept_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what a run without servers cannot do, and a choice of kept rollouts without any."""
-    kept, key = config.rollout.kept, "rollout.kept.path"
-    if kept.to_step and (kept.path is None or kept.by == "prompt"):
-        reason = "ends a run on kept rollouts by step; set run.max_steps instead"
-        yield Problem(("rollout.kept.to_step", "rollout.kept.by", key), f"{kept.to_step} {reason}")
-    if kept.path is None:
-        if kept.by != "step":
-            yield Problem(("rollout.kept.by", key), f"{kept.by} has no effect without {key}; set it, or leave `by` out")
-        return
-    if config.all_rewards.own_judges:
-        reason = "kept rollouts need no servers, so the run has none that could be the judge in args.judge"
-        yield Problem((key, "rewards.functions"), f"{reason}; serve it with `vllm serve`, and name it in args.url")
-    if config.evaluation.keep_best is not None:
-        reason = f"{config.evaluation.keep_best} needs evaluations, which a run on kept rollouts does not generate"
-        yield Problem((key, "evaluation.keep_best"), f"{reason}; leave keep_best empty")
-    if kept.by == "prompt" and config.rollout.max_staleness:
-        reason = "prompt takes rollouts of any age, and rollout.max_staleness limits the age; set one of them back"
-        yield Problem(("rollout.kept.by", "rollout.max_staleness"), reason)
 
 
 def replay_problems(config: RunConfig) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Checks a run that learns from the responses of rows: it samples none, so it has no rewards, turns or advantages."""
+"""Checks a run that samples nothing: from the responses of rows, without rewards or turns, or from kept rollouts."""
 
 from __future__ import annotations
 
@@ -60,3 +60,24 @@ def row_problems(config: RunConfig) -> Iterator[Problem]:
     if algorithm.beta and algorithm.loss.method != "dpo":
         reason = f"{algorithm.beta:g} has no effect: loss_type {name} has no reference; leave it out"
         yield Problem(("algorithm.beta", "algorithm.loss_type"), reason)
+
+
+def kept_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what a run without servers cannot do, and a choice of kept rollouts without any."""
+    kept, key = config.rollout.kept, "rollout.kept.path"
+    if kept.to_step and (kept.path is None or kept.by == "prompt"):
+        reason = "ends a run on kept rollouts by step; set run.max_steps instead"
+        yield Problem(("rollout.kept.to_step", "rollout.kept.by", key), f"{kept.to_step} {reason}")
+    if kept.path is None:
+        if kept.by != "step":
+            yield Problem(("rollout.kept.by", key), f"{kept.by} has no effect without {key}; set it, or leave `by` out")
+        return
+    if config.all_rewards.own_judges:
+        reason = "kept rollouts need no servers, so the run has none that could be the judge in args.judge"
+        yield Problem((key, "rewards.functions"), f"{reason}; serve it with `vllm serve`, and name it in args.url")
+    if config.evaluation.keep_best is not None:
+        reason = f"{config.evaluation.keep_best} needs evaluations, which a run on kept rollouts does not generate"
+        yield Problem((key, "evaluation.keep_best"), f"{reason}; leave keep_best empty")
+    if kept.by == "prompt" and config.rollout.max_staleness:
+        reason = "prompt takes rollouts of any age, and rollout.max_staleness limits the age; set one of them back"
+        yield Problem(("rollout.kept.by", "rollout.max_staleness"), reason)

@@ -21,8 +21,8 @@ from megagrpo.records.rows.jsonl_file import JsonlFile, encoded
 from megagrpo.records.rows.packed_groups import packed, unpacked
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
-FOLDER = "rollouts"
-INDEX = ".index.jsonl"
+ROLLOUTS = "rollouts"
+INDEX_SUFFIX = ".index.jsonl"
 Place = tuple[Path, int]  # a file, and the first byte of a group's line
 
 
@@ -41,7 +41,7 @@ class KeptFiles:
             if number >= replica[1] and number % replica[1] == replica[0]:
                 JsonlFile(earlier, last_step).close()
         path = folder / f"replica_{replica[0]}.jsonl"
-        self._file, self._index = JsonlFile(path, last_step), JsonlFile(path.with_suffix(INDEX), last_step)
+        self._file, self._index = JsonlFile(path, last_step), JsonlFile(path.with_suffix(INDEX_SUFFIX), last_step)
 
     def keep(self, step: int, seed: int, scored: Sequence[ScoredRollout]) -> None:
         """Write the groups that this replica has sampled for step `step` with this seed."""
@@ -186,9 +186,9 @@ def last_kept_step(path: Path) -> int:
 
 def _files(path: Path) -> list[Path]:
     """Return the files of rollouts below a run's folder, in a folder, or the file itself. Raises ValueError."""
-    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    folder = path / ROLLOUTS if (path / ROLLOUTS).is_dir() else path
     files = [folder] if folder.is_file() else sorted(folder.glob("*.jsonl"))
-    files = [file for file in files if not file.name.endswith(INDEX)]
+    files = [file for file in files if not file.name.endswith(INDEX_SUFFIX)]
     if not files:
         raise ValueError(f"{path} has no kept rollouts; name the folder of a run with run.keep_rollouts_gb above 0")
     return files
@@ -197,7 +197,7 @@ def _files(path: Path) -> list[Path]:
 def _steps(path: Path) -> Iterator[tuple[int, list[list[int]], Path]]:
     """Yield the step and the groups of each index line: seed, row, occurrence, first byte. A file of another program
     has no index, and is read line by line."""
-    index = path.with_suffix(INDEX)
+    index = path.with_suffix(INDEX_SUFFIX)
     if index.exists():
         for line in index.open("rb"):
             if line.endswith(b"\n"):

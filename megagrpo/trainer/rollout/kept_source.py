@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.sources.prompt_order import PromptOrder
+from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.engine.http.protocol import EngineError
 from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.rows.kept_rollouts import KeptRollouts, last_kept_step
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.scored_groups import ScoredGroup, begin_scoring
-from megagrpo.trainer.run_inputs import Data
 from megagrpo.types import Prompt, SamplingParams
 
 
@@ -38,19 +38,21 @@ class KeptSource:
             yield begin_scoring(self.rewards, index, rollouts, step)
 
 
-def open_kept(config: RunConfig, data: Data, layout: Layout) -> KeptSource | None:
+def open_kept(
+    config: RunConfig, prompts: PromptOrder, rewards: RewardScorer | None, tokenizer: Tokenizer | None, layout: Layout
+) -> KeptSource | None:
     """Open the kept rollouts of `rollout.kept.path` on each leader; None on other ranks. With `by` prompt, rows without
     rollouts are never drawn. Collective. Raises ValueError."""
     path, by = config.rollout.kept.folder, config.rollout.kept.by
 
     def opened() -> KeptSource | None:
-        if data.rewards is None or data.tokenizer is None:
+        if rewards is None or tokenizer is None:
             return None
-        return KeptSource(KeptRollouts(path, by, data.tokenizer.decode), data.rewards)
+        return KeptSource(KeptRollouts(path, by, tokenizer.decode), rewards)
 
     source = run_own_and_agree(layout, opened)
     if by == "prompt":
-        leave_out_others(data.prompts, on_first_rank(layout, lambda: source.kept.prompt_ids if source else set()))
+        leave_out_others(prompts, on_first_rank(layout, lambda: source.kept.prompt_ids if source else set()))
     return source
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megagrpo.config import ConfigError
 from megagrpo.records.checkpoints.run_files import CHECKPOINTS, METRICS, RESOLVED, checkpoints
-from megagrpo.records.rows.kept_rollouts import FOLDER
+from megagrpo.records.rows.kept_rollouts import ROLLOUTS
 from megagrpo.records.rows.run_starts import STARTS_FILE
 from megagrpo.weights.files.torch_dist import StoredTensors
 
-OUTPUT = "replay"  # the replay's folder, in that of its run
+REPLAY_FOLDER = "replay"  # the replay's folder, in that of its run
 # metrics of the machine or of the servers, not of the computation
 _OF_MACHINE = re.compile(
     r"^(time|idle|weight_sync|memory|async|checkpoint)/|second|^mfu|wall_time|^memory_gb|^weight_version|^mismatch/"
@@ -51,16 +51,21 @@ def prepare(folder: Path, first: int | None, last: int | None, generate: bool) -
     config, starts = folder / RESOLVED, folder / STARTS_FILE
     if not config.is_file() or not starts.is_file():
         raise ConfigError(f"RUN: {folder} is no folder of a run: it has no {RESOLVED} or no {STARTS_FILE}")
-    if not generate and not (folder / FOLDER).is_dir():
+    if not generate and not (folder / ROLLOUTS).is_dir():
         raise ConfigError(
             f"RUN: {folder} has kept no rollouts (run.keep_rollouts_gb was 0); --generate generates them again"
         )
     if last is not None and last <= (first or 0):
         raise ConfigError(f"--to: step {last} is not after step {first or 0}; name a later step")
-    new = folder.absolute() / OUTPUT
+    new = folder.absolute() / REPLAY_FOLDER
     if new.exists():
         raise ConfigError(f"RUN: {new} holds an earlier replay; remove it first")
-    overrides = [f"run.output_dir={folder.absolute()}", f"run.name={OUTPUT}", "run.trackers=[]", "run.callbacks=[]"]
+    overrides = [
+        f"run.output_dir={folder.absolute()}",
+        f"run.name={REPLAY_FOLDER}",
+        "run.trackers=[]",
+        "run.callbacks=[]",
+    ]
     overrides += ["evaluation.keep_best=null", f"run.resume={'false' if first is None else 'true'}"]
     overrides += [] if generate else [f"rollout.kept.path={folder.absolute()}"]
     overrides += [] if last is None else [f"rollout.kept.to_step={last}"]
