@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.proof.replays import compare
+from megagrpo.proof.replays import compare, differing_tensors
 from megagrpo.weights.files.torch_dist import StoredTensors
 from tests.e2e import world
 
@@ -114,6 +114,39 @@ def test_a_changed_run_on_kept_rollouts_is_the_ablation_and_its_first_difference
     assert len(run.completions) == 12 and {row["completion"] for row in run.completions} <= texts
     compared = compare(parts.folder, run.folder, 0)
     assert compared.found and compared.lines[0].startswith("step 1 differs in ")
+
+
+def test_a_replay_begins_and_ends_at_steps_and_names_a_flipped_bit(parts, tmp_path):
+    shutil.copytree(parts.folder, tmp_path / "run", symlinks=True)
+    replay = "replay", tmp_path / "run", "--from", 2
+    code, out, err = world.command(*replay, "rollout.kept.to_step=3")
+    assert code == 0, err
+    assert out.endswith(
+        "steps 3 to 3: all metrics are equal, except times and memory\n"
+        "no checkpoint is in both runs, so weights were not compared\n"
+    )
+    code, _, err = world.command(*replay)
+    assert code == 2 and f"{tmp_path}/run/replay holds an earlier replay; remove it first" in err
+    tensors, changed = StoredTensors(parts.newest), StoredTensors(parts.newest)
+    name, whole = tensors.keys()[-1], changed.whole
+
+    def flipped(key):
+        values = whole(key).clone()
+        if key == name:
+            values.view(-1)[0] = torch.nextafter(values.view(-1)[0], torch.tensor(9.0))
+        return values
+
+    changed.whole = flipped
+    assert [*differing_tensors(tensors, changed)] == [(name, f"1 of {whole(name).numel()} elements, by up to 1 ulp")]
+    for words, problem in (
+        (("--from", 3), "--from: {run} has no checkpoint after step 3; it has 2, 4"),
+        (("--to", 2, "--from", 2), "--to: step 2 is not after step 2; name a later step"),
+    ):
+        shutil.rmtree(tmp_path / "run" / "replay", ignore_errors=True)
+        code, _, err = world.command("replay", tmp_path / "run", *words)
+        assert code == 2 and problem.format(run=tmp_path / "run") in err, err
+    code, _, err = world.command("replay", tmp_path)
+    assert code == 2 and f"RUN: {tmp_path} is no folder of a run: it has no resolved.yaml" in err
 
 
 def plain_lists(rollout):

@@ -173,7 +173,7 @@ class KeptRollouts:
             line = self._next.pop(number, None) or next(steps, None)
             while line is not None and line[0] <= step:
                 if line[0] == step:
-                    self._found |= {tuple(key): (line[2], place) for *key, place in line[1]}
+                    self._found |= {(seed, row, time): (line[2], place) for seed, row, time, place in line[1]}
                 line = next(steps, None)
             if line is not None:
                 self._next[number] = line
