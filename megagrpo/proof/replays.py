@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.config import ConfigError
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.checkpoints.run_files import CHECKPOINTS, METRICS, RESOLVED, checkpoints
 from megagrpo.records.rows.kept_rollouts import ROLLOUTS
 from megagrpo.records.rows.run_starts import STARTS_FILE
@@ -71,7 +72,11 @@ def prepare(folder: Path, first: int | None, last: int | None, generate: bool) -
     overrides += [] if last is None else [f"rollout.kept.to_step={last}"]
     if first is not None:
         _start_from(folder, first, new)
-    return ReplayPlan(config, overrides, _last_line(starts)["ranks"])
+    start = _last_line(starts)
+    if threads := start.get("threads"):  # the order of a CPU's sums depends on it
+        ENVIRONMENT["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+    return ReplayPlan(config, overrides, start["ranks"])
 
 
 def _start_from(folder: Path, step: int, new: Path) -> None:
@@ -144,7 +149,7 @@ def _bits(values: Tensor) -> Tensor:
 def _machines(old: Path, new: Path) -> Iterator[str]:
     """Yield what differs between the machines of both runs: device, versions, ranks."""
     one, other = _last_line(old / STARTS_FILE), _last_line(new / STARTS_FILE)
-    then, now = one["versions"] | {"device": one["device"]}, other["versions"] | {"device": other["device"]}
+    then, now = (row["versions"] | {key: row.get(key) for key in ("device", "threads")} for row in (one, other))
     for name in sorted(then.keys() | now.keys()):
         if then.get(name) != now.get(name):
             yield f"note: {name} was {then.get(name)}, and is {now.get(name)} now"

@@ -116,16 +116,26 @@ def test_a_changed_run_on_kept_rollouts_is_the_ablation_and_its_first_difference
     assert compared.found and compared.lines[0].startswith("step 1 differs in ")
 
 
+def command(printed, *words):
+    """Exit code, output and errors of `megagrpo` in a process like that of a run."""
+    pid = world._fork([*map(str, words)], printed, lambda: None)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    said = (printed / "out").read_text(), (printed / "err").read_text()
+    for name in ("out", "err"):
+        (printed / name).unlink()
+    return code, *said
+
+
 def test_a_replay_begins_and_ends_at_steps_and_names_a_flipped_bit(parts, tmp_path):
     shutil.copytree(parts.folder, tmp_path / "run", symlinks=True)
     replay = "replay", tmp_path / "run", "--from", 2
-    code, out, err = world.command(*replay, "rollout.kept.to_step=3")
-    assert code == 0, err
+    code, out, err = command(tmp_path, *replay, "rollout.kept.to_step=3")
+    assert code == 0, out + err
     assert out.endswith(
         "steps 3 to 3: all metrics are equal, except times and memory\n"
         "no checkpoint is in both runs, so weights were not compared\n"
     )
-    code, _, err = world.command(*replay)
+    code, _, err = command(tmp_path, *replay)
     assert code == 2 and f"{tmp_path}/run/replay holds an earlier replay; remove it first" in err
     tensors, changed = StoredTensors(parts.newest), StoredTensors(parts.newest)
     name, whole = tensors.keys()[-1], changed.whole
@@ -143,9 +153,9 @@ def test_a_replay_begins_and_ends_at_steps_and_names_a_flipped_bit(parts, tmp_pa
         (("--to", 2, "--from", 2), "--to: step 2 is not after step 2; name a later step"),
     ):
         shutil.rmtree(tmp_path / "run" / "replay", ignore_errors=True)
-        code, _, err = world.command("replay", tmp_path / "run", *words)
+        code, _, err = command(tmp_path, "replay", tmp_path / "run", *words)
         assert code == 2 and problem.format(run=tmp_path / "run") in err, err
-    code, _, err = world.command("replay", tmp_path)
+    code, _, err = command(tmp_path, "replay", tmp_path)
     assert code == 2 and f"RUN: {tmp_path} is no folder of a run: it has no resolved.yaml" in err
 
 

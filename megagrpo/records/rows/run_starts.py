@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megagrpo.platform import device
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.parallel.layout import Layout
@@ -23,9 +25,10 @@ def record_start(folder: Path, restored_step: int, layout: Layout, dtype: str) -
 
 
 def facts_of(layout: Layout, dtype: str) -> dict[str, Any]:
-    """Return what a start adds to its config: ranks, sizes of the axes, device, compute dtype, versions."""
+    """Return what a start adds to its config: its ranks, their threads, axes, device, dtype and versions."""
     return {
         "ranks": layout.world_size,
+        "threads": torch.get_num_threads(),
         "layout": layout.sizes | {"etp": layout.parallel.expert_tp},
         "dtype": dtype,
         "device": device.name(),
