@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import MappingProxyType
+from typing import Protocol
 
 from torch import Tensor
 
 from megagrpo.config import AlgorithmSection, LoraSection, ModelSection, RunConfig, TeacherSection
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.context import rank_indices
+from megagrpo.policy.lm_head.top_logprobs import TopLogprobs
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.train_types import MicroBatch, OtherHead, Reading, RefHead, RefTop, StepTerms, TeacherTerm, TrainBatch
 
 Answer = OtherHead | Tensor  # of a micro-batch: distributions, or the log-probs [T] of its labels
+EXCLUDED = -9000.0  # of a token that a model excludes; vLLM sends -9999 for -inf
+
+
+class Server(Protocol):
+    """A teacher behind servers, for which `heads` do not exist."""
+
+    def logprobs(self, batch: TrainBatch) -> list[Tensor | None]: ...
+
+    def top_logprobs(self, batch: TrainBatch, k: int) -> list[TopLogprobs | None]: ...
 
 
 @dataclass(frozen=True)
@@ -23,7 +35,7 @@ class Teacher:
     """A frozen model in the policy's layout, with weights of its own, or the run's policy or reference."""
 
     name: str
-    model: MegatronPolicy | Reference
+    model: MegatronPolicy | Reference | Server
     section: TeacherSection
     policy: MegatronPolicy
     times_moved: int = 0  # no step changes it
@@ -31,12 +43,12 @@ class Teacher:
     @property
     def shares_prompts(self) -> bool:
         """Whether the samples of a batch may share one copy of their prompt."""
-        return isinstance(self.model, Reference) or self.model.shares_prompts
+        return not isinstance(self.model, MegatronPolicy) or self.model.shares_prompts
 
     @property
     def weights(self) -> list[Tensor]:
         """This rank's weights that are the teacher's alone."""
-        if isinstance(self.model, Reference) or self.section.is_own:
+        if not isinstance(self.model, MegatronPolicy) or self.section.is_own:
             return []
         return [*chain.from_iterable((*chunk.parameters(), *chunk.buffers()) for chunk in self.model.chunks)]
 
@@ -66,6 +78,7 @@ class Teacher:
         return [None if head is None else OtherHead(head, section.divergence, section.mix) for head in heads]
 
     def _heads(self, batch: TrainBatch, whole: bool) -> list[RefHead | None]:
+        assert isinstance(self.model, MegatronPolicy | Reference), "config rules: a server sends no hidden states"
         heads = self.model.heads(batch, whole)
         if not self.section.is_own or self.policy.config.algorithm.updates_per_step == 1:
             return heads
@@ -74,7 +87,7 @@ class Teacher:
         return [None if head is None or weight is None else replace(head, weight=weight) for head in heads]
 
     def _tops(self, batch: TrainBatch, k: int) -> list[RefTop | None]:
-        model = self.policy if isinstance(self.model, Reference) else self.model
+        model = self.model if isinstance(self.model, MegatronPolicy) else self.policy
         tops = self.model.top_logprobs(batch, min(k, model.hf_config.vocab_size))
         return [None if top is None else RefTop(top.logprobs, top.token_ids) for top in tops]
 
@@ -83,7 +96,8 @@ class Teacher:
         if reading is not None:
             weights, answer = weights * reading.tokens, self._placed(m, reading, answer)
         if isinstance(answer, Tensor):
-            return *m.terms.teachers, TeacherTerm(self.name, weights, logprobs=answer)
+            weights = weights.to(answer.device) * (answer > EXCLUDED)
+            return *m.terms.teachers, TeacherTerm(self.name, weights, logprobs=answer.clamp(min=EXCLUDED))
         return *m.terms.teachers, TeacherTerm(self.name, weights, answer)
 
     def _placed(self, m: MicroBatch, reading: Reading, answer: Answer) -> Answer:
@@ -105,14 +119,18 @@ class Teacher:
 
 
 def build_teachers(
-    config: RunConfig, policy: MegatronPolicy, reference: Reference | None, shapes: Sequence[HfConfig | None]
+    config: RunConfig,
+    policy: MegatronPolicy,
+    reference: Reference | None,
+    shapes: Sequence[HfConfig | None],
+    served: Mapping[str, Server] = MappingProxyType({}),
 ) -> Iterator[Teacher]:
-    """Yield the teachers of a run, with models of these shapes that the caller fills; None: the policy or the
-    reference. Their options are those of the run without what only a trained model needs."""
+    """Yield the teachers of a run, with models of these shapes that the caller fills; None: the policy, the reference
+    or one of `served`. Their options are those of the run without what only a trained model needs."""
     rollout = config.rollout.model_copy(update={"routing_replay": "off"})
     for (name, section), shape in zip(config.algorithm.teachers.items(), shapes, strict=True):
         if shape is None:
-            own = reference if section.path == "reference" else policy
+            own = served.get(name) or (reference if section.path == "reference" else policy)
             assert own is not None, "AlgorithmSection.has_reference knows the teachers"
             yield Teacher(name, own, section, policy)
             continue

@@ -126,7 +126,9 @@ def read_inputs(
         layout, lambda: _reference_folder(config.model.reference_path, hf_config, tokenizer)
     )
     named = config.algorithm.teacher
-    teachers = run_own_and_agree(layout, lambda: teacher_files(named, hf_config, layout, tokenizer))
+    teachers = run_own_and_agree(
+        layout, lambda: teacher_files(named, hf_config, layout, tokenizer, config.longest_sequence)
+    )
     model = ModelFiles(model_folder, hf_config, dtype, reference_folder, teachers)
     tokenizers = tokenizer, reader
     of_model = tokenizers, hf_config.vocab_size, layout, resources

@@ -17,6 +17,7 @@ from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.teacher import Teacher, build_teachers
+from megagrpo.trainer.served_teacher import ServedTeacher
 from megagrpo.weights.bridge.load import load_hf
 
 
@@ -29,13 +30,17 @@ class TeacherFiles:
 
 
 def teacher_files(
-    sections: Sequence[TeacherSection], policy: HfConfig, layout: Layout, tokenizer: Tokenizer | None
+    sections: Sequence[TeacherSection], policy: HfConfig, layout: Layout, tokenizer: Tokenizer | None, longest: int = 0
 ) -> list[TeacherFiles | None]:
-    """Return the files of the teachers, None for the policy and the reference. Raises ValueError with the key of one
+    """Return the files of the teachers, None for the policy, the reference and those behind servers, which rank 0 asks
+    whether they read the `longest` sequence. Raises ValueError with the key of one
     whose tokens are not the policy's, which ranks with a `tokenizer` check, or which the layout does not divide."""
+    for number, section in enumerate(sections):
+        if section.urls and tokenizer is not None and layout.world_rank == 0:
+            ServedTeacher(section, f"algorithm.teacher.{number}", layout).check(tokenizer, longest)
     return [
         None
-        if section.is_own
+        if section.is_own or section.urls
         else _files(f"algorithm.teacher.{number}.path", str(section.path), policy, layout, tokenizer)
         for number, section in enumerate(sections)
     ]
@@ -65,7 +70,12 @@ def load_teachers(
     """Build the teachers beside these models, policy and reference, and load their weights. Collective."""
     teachers, layout = [], models[0].layout
     shapes = [None if one is None else one.hf_config for one in files]
-    for teacher, one in zip(build_teachers(config, *models, shapes), files, strict=True):
+    served = {
+        name: ServedTeacher(section, f"algorithm.teacher.{number}", layout)
+        for number, (name, section) in enumerate(config.algorithm.teachers.items())
+        if section.urls
+    }
+    for teacher, one in zip(build_teachers(config, *models, shapes, served), files, strict=True):
         if one is not None and isinstance(teacher.model, MegatronPolicy):
             load = partial(load_hf, teacher.model.chunks, one.hf_config, one.folder, layout, progress)
             run_own_and_agree(layout, load)

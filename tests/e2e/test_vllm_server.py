@@ -2,24 +2,30 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
+from megagrpo.config import TeacherSection
+from megagrpo.data.packing.sample_packing import PackingRules, pack
+from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.protocol import EngineDeadError, EngineError, EngineStartError, derive_seed
 from megagrpo.engine.server_slots import QUEUE_ROUTE, Queue, read_queue
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.train_types import TrainSample
 from megagrpo.trainer.rollout.collector import numbered
+from megagrpo.trainer.served_teacher import ServedTeacher
 from megagrpo.types import Prompt, SamplingParams, Truncation
 from tests.e2e.tiny_servers import (
     PROMPTS,
@@ -33,6 +39,7 @@ from tests.e2e.tiny_servers import (
     tokenizer_of_threes,
 )
 from tests.naive_truncation import truncated_log_softmax
+from tests.rank_fakes import OneRank
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
@@ -214,6 +221,71 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
     with pytest.raises(EngineStartError, match=r"(?s)ended with exit code 1 .*vllm_0.log.*no_such_model"):
         launcher.wait()
     assert launcher.servers == []
+
+
+def taught_batch():
+    """Six samples of three prompts that share their copies, as a layout of one rank packs them, by their index."""
+    draw = random.Random(7)
+    samples = []
+    for i in range(6):
+        prompt, response = [3 + i // 2, *range(5, 9 + i // 2)], [draw.randrange(3, 997) for _ in range(3 + i)]
+        mask = torch.tensor([False] * len(prompt) + [True] * len(response))
+        rows = torch.tensor([*prompt, *response]), mask, torch.zeros(mask.numel())
+        samples.append(TrainSample(*rows, advantage=1.0, index=i))
+    return samples, pack(samples, PackingRules(max_tokens=64, share_prompts=True, sequence_align=4))
+
+
+@dataclass(frozen=True)
+class Alone(OneRank):
+    """The layout of one rank."""
+
+    is_dp_leader: bool = True
+    is_last_stage: bool = True
+    ends: None = None
+
+
+def served(url, name, over=5):
+    return ServedTeacher(TeacherSection(path=name, urls=[DEAD, url], over=over), "algorithm.teacher.0", Alone())
+
+
+DEAD = "http://127.0.0.1:9"
+
+
+def test_a_served_teacher_says_what_transformers_computes(fresh, monkeypatch, capfd):
+    url = fresh.engine.urls[0]
+    name, (samples, batch) = httpx.get(f"{url}/v1/models").json()["data"][0]["id"], taught_batch()
+    tops, sampled = served(url, name).top_logprobs(batch, 5), served(url, name).logprobs(batch)
+    assert f"algorithm.teacher.0.urls: {DEAD} does not respond" in capfd.readouterr().err
+    for m, top, row in zip(batch.micro_batches, tops, sampled, strict=True):
+        assert m.prefixes is not None and not top.logprobs[~m.loss_mask].any() and not row[~m.loss_mask].any()
+        owners = m.samples[m.sequence_index][m.loss_mask]
+        for index in owners.unique().tolist():
+            sample, tokens = samples[index], m.loss_mask.nonzero()[:, 0][owners == index]
+            start = int(sample.response_mask.int().argmax())
+            prompt, response = sample.token_ids[:start].tolist(), sample.token_ids[start:].tolist()
+            expected = naive_logits(fresh.folder, Prompt(0, tuple(prompt), ""), response).double().log_softmax(-1)
+            best = expected.topk(5)
+            assert torch.equal(top.token_ids[tokens], best.indices)
+            torch.testing.assert_close(top.logprobs[tokens].double(), best.values, rtol=0, atol=1e-3)
+            labels = torch.tensor(response)[:, None]
+            torch.testing.assert_close(row[tokens].double(), expected.gather(1, labels)[:, 0], rtol=0, atol=1e-3)
+    tokenizer = HuggingFaceTokenizer(tokenizer_of_threes(), ())
+    alone = replace(served(url, name), section=TeacherSection(path=name, urls=[url], over=5))
+    alone.check(tokenizer, 100)
+    for changed, longest, problem in (
+        (dict(path="other"), 100, f"algorithm.teacher.0.path: {url} serves {name}, not other; name it"),
+        (dict(urls=[DEAD]), 100, f"algorithm.teacher.0.urls: {DEAD} does not respond .*; start the server"),
+        (dict(over=500), 100, "algorithm.teacher.0.urls: .*logprobs.*; start it with --max-logprobs 500"),
+        ({}, 128, "reads 128 tokens, but 129 are needed; raise its --max-model-len"),
+    ):
+        section = alone.section.model_copy(update=changed)
+        with pytest.raises(ValueError, match=problem):
+            replace(alone, section=section).check(tokenizer, longest)
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, special: "another text")
+    with pytest.raises(ValueError, match="its tokens 0 to 999 are not the policy's; serve a teacher with the policy's"):
+        alone.check(tokenizer, 100)
+    with pytest.raises(EngineError, match=f"algorithm.teacher.0.urls: {url}: .*500.*; restart the server, and resume"):
+        alone.top_logprobs(batch, 500)
 
 
 TRAINER = """

@@ -23,6 +23,7 @@ def teacher_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem((f"{key}.path",), "the teacher has no model; name one as model.path does")
         yield from _weight_problems(f"{key}.weight", teacher)
         yield from _row_problems(key, teacher, config)
+        yield from _served_problems(key, teacher, config)
         if config.rollout.truncates:
             cause = "rollout.top_p, top_k and min_p exclude different tokens of teacher and policy"
             keys = (f"{key}.divergence", "rollout.top_p", "rollout.top_k", "rollout.min_p")
@@ -87,3 +88,24 @@ def _row_problems(key: str, teacher: TeacherSection, config: RunConfig) -> Itera
         if getattr(turns, name) is not None:
             reason = f"an {name} changes the prompt of a response, which teachers must then read; leave one of them out"
             yield Problem((f"{key}.prompt", f"multi_turn.{name}"), reason)
+
+
+def _served_problems(key: str, teacher: TeacherSection, config: RunConfig) -> Iterator[Problem]:
+    """Yield what servers, which report log-probs of the model's own distribution, cannot do."""
+    if not teacher.urls:
+        return
+    for url in teacher.urls:
+        if not url.startswith(("http://", "https://")) or url.rstrip("/").endswith("/v1") or url.endswith("/"):
+            yield Problem((f"{key}.urls",), f"{url} is no address of a server; write http://HOST:PORT")
+    if teacher.over == "vocabulary":
+        reason = "vocabulary is more than servers send; set it to sampled, or a number such as 20"
+        yield Problem((f"{key}.over", f"{key}.urls"), reason)
+    if teacher.is_own:
+        yield Problem((f"{key}.path", f"{key}.urls"), f"{teacher.path} is no served model; name the server's")
+    rollout = config.rollout
+    changed = (
+        rollout.logit_bias or rollout.allowed_token_ids or rollout.structured_outputs or config.data.sampling_column
+    )
+    if rollout.temperature != 1 or rollout.repetition_penalty != 1 or changed:
+        reason = "servers report log-probs at temperature 1 without changed logits; sample so, or load the teacher"
+        yield Problem((f"{key}.urls", "rollout.temperature"), reason)

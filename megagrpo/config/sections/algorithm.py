@@ -45,6 +45,8 @@ class TeacherSection(Section):
     path: str | None = None
     """The teacher: a model as `model.path` names one, of any supported family and size, with the policy's tokens;
     `policy`, the policy at the begin of the step; or `reference`, the run's reference model."""
+    urls: list[str] = []
+    """vLLM servers, such as `http://host:8000`, that serve the teacher under the name `path`; none: it is loaded."""
     prompt: str | None = None
     """The prompt that the teacher reads in place of the policy's: a text with columns, such as
     `{prompt} The answer is {answer}.`, or one column, `{hinted}`, with a text or messages."""

@@ -105,10 +105,16 @@ class Connections:
         )
 
     async def post(
-        self, url: str, path: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS, on_line: OnLine | None = None
+        self,
+        url: str,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str] = NO_HEADERS,
+        on_line: OnLine | None = None,
+        most: int | None = None,
     ) -> Answer:
         """Send a request to the server `url`, with additional `headers`, and return the response. `on_line` gets the
-        lines of one with status 200 before it is complete.
+        lines of one with status 200 before it is complete. A body of more than `most` bytes is an error.
 
         Raises ConnectionFailed, and TimeoutError when the time is over or `end` was called.
         """
@@ -117,11 +123,11 @@ class Connections:
         address, options = self._address(url, MOVED_SECONDS / 2), dict(data=body, headers=headers)
         async with self._attempt(url, address, self._timeout):
             try:
-                return await _send(self._kept, "POST", address + path, options, on_line)
+                return await _send(self._kept, "POST", address + path, options, on_line, most)
             except (aiohttp.ClientConnectionError, ConnectionResetError) as error:
                 if not _came_before_a_response(error):
                     raise
-                return await _send(self._new, "POST", address + path, options, on_line)
+                return await _send(self._new, "POST", address + path, options, on_line, most)
 
     async def request(
         self, url: str, path: str, body: Any = None, method: str = "POST", seconds: float | None = None
@@ -185,12 +191,23 @@ def _came_before_a_response(error: Exception) -> bool:
 
 
 async def _send(
-    session: aiohttp.ClientSession, method: str, url: str, options: dict[str, Any], on_line: OnLine | None = None
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    options: dict[str, Any],
+    on_line: OnLine | None = None,
+    most: int | None = None,
 ) -> Answer:
     import yarl
 
     options |= dict(ssl=_certificates() if url.startswith("https:") else True, allow_redirects=False)
     async with session.request(method, yarl.URL(url, encoded=True), **options) as response:
+        if most is not None:
+            try:
+                await response.content.readexactly(most + 1)
+            except asyncio.IncompleteReadError as error:
+                return Answer(response.status, error.partial, response.headers.get("content-type", ""))
+            raise ValueError(f"a response of more than {most} bytes")
         if on_line is None or response.status != 200:
             return Answer(response.status, await response.read(), response.headers.get("content-type", ""))
         whole, rest = list[bytes](), list[bytes]()  # `rest` has the parts of a line without its end

@@ -15,7 +15,7 @@ def teacher_problems(config: RunConfig, model: HfConfig, fetch: bool) -> Iterato
     policy's `model`."""
     for number, teacher in enumerate(config.algorithm.teacher):
         keys = (f"algorithm.teacher.{number}.path",)
-        if teacher.is_own:
+        if teacher.is_own or teacher.urls:
             continue
         try:
             shape = load_hf_config(shape_folder(str(teacher.path), fetch))
@@ -33,7 +33,7 @@ def teacher_memory(config: RunConfig, model: HfConfig, stage: int, responses: fl
     last stage the hidden states of `responses` tokens. A teacher that cannot be seen counts nothing; the policy and the
     reference, of the policy's `model`, have no weights more."""
     weights = hidden = 0.0
-    for teacher in config.algorithm.teacher:
+    for teacher in (one for one in config.algorithm.teacher if not one.urls):
         try:
             shape = model if teacher.is_own else load_hf_config(shape_folder(str(teacher.path), fetch=False))
             own = stages_of(shape, config.parallel, LoraSection(), None)[stage]

@@ -85,6 +85,8 @@ def _taught(step: Step, others: _Others, index: int, reported: Tensor) -> dict[s
 
 
 def _teacher(step: Step, section: TeacherSection) -> nn.Module:
+    if section.urls:
+        raise ValueError("algorithm.teacher.urls: a teacher behind servers cannot be computed again")
     if section.is_own:
         folder = step.reference if section.path == "reference" else step.updates[0].weights
         return _model(step, folder).requires_grad_(False)
