@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megagrpo.config import RunConfig, TeacherSection
 from megagrpo.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from megagrpo.engine.served_teacher import ServedTeacher
 from megagrpo.families.hf_config import HfConfig, load_hf_config, model_problems
 from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform.parallel.agree import run_own_and_agree
@@ -17,7 +18,6 @@ from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.teacher import Teacher, build_teachers
-from megagrpo.trainer.served_teacher import ServedTeacher
 from megagrpo.weights.bridge.load import load_hf
 
 

@@ -20,12 +20,12 @@ from megagrpo.data.packing.sample_packing import PackingRules, pack
 from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.protocol import EngineDeadError, EngineError, EngineStartError, derive_seed
+from megagrpo.engine.served_teacher import ServedTeacher
 from megagrpo.engine.server_slots import QUEUE_ROUTE, Queue, read_queue
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.train_types import TrainSample
 from megagrpo.trainer.rollout.collector import numbered
-from megagrpo.trainer.served_teacher import ServedTeacher
 from megagrpo.types import Prompt, SamplingParams, Truncation
 from tests.e2e.tiny_servers import (
     PROMPTS,

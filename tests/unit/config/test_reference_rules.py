@@ -42,7 +42,18 @@ def config(algorithm=None, **sections) -> RunConfig:
                 (dict(where={"kind": []}), "where: kind has no value, so that no row is taught; name one"),
                 (dict(path="policy"), "path: the policy cannot learn from itself after the same prompt; set"),
                 (dict(over=0), "over"),
+                (dict(urls=["http://h"]), "over: vocabulary is more than servers send; set it to sampled, or a number"),
+                (dict(urls=["h:1"], over=5), "urls: h:1 is no address of a server; write http://HOST:PORT"),
+                (dict(urls=["http://h/v1"], over=5), "urls: http://h/v1 is no address"),
+                (dict(urls=["http://h"], over=5, path="reference"), "path: reference is no served model; name the"),
             )
+        ),
+        *(
+            (
+                dict(algorithm=dict(teacher=dict(path="y", over=5, urls=["http://h"])), rollout=rollout),
+                "algorithm.teacher.0.urls: servers report log-probs at temperature 1 without changed logits; sample so",
+            )
+            for rollout in (dict(temperature=0.5), dict(logit_bias={5: 1.0}), dict(repetition_penalty=1.1))
         ),
         (
             dict(algorithm=dict(teacher=dict(path="y", weight=0)), rewards=dict(functions=[])),

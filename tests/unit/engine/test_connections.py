@@ -72,6 +72,17 @@ def test_a_connection_is_kept_for_the_next_requests():
         assert post(url, 5) == [Answer(200, b"{}")] * 5 and requests == [0] * 5
 
 
+def test_a_response_longer_than_its_limit_is_an_error():
+    async def bounded(url, most):
+        async with Connections({}, 30.0) as connections:
+            return await connections.post(url, "/generate", b"{}", most=most)
+
+    with server([OK], [OK]) as (url, _):
+        assert asyncio.run(bounded(url, 2)) == Answer(200, b"{}")
+        with pytest.raises(ConnectionFailed, match="a response of more than 1 bytes"):
+            asyncio.run(bounded(url, 1))
+
+
 @pytest.mark.parametrize("end", [b"", RESET])
 def test_a_request_is_repeated_if_the_server_closes_the_kept_connection_as_it_is_sent(end):
     with server([OK, end], [OK], [OK]) as (url, requests):

@@ -26,10 +26,10 @@ from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.policy.lm_head.top_logprobs import TopLogprobs
 from megagrpo.train_types import MicroBatch, TrainBatch
 
-ATTEMPTS, SECONDS, AT_ONCE = 4, 600.0, 32  # of a request; requests in flight per server
+MOST_TRIES, ANSWER_SECONDS, AT_ONCE = 4, 600.0, 32  # of a request; requests in flight per server
 BYTES_PER_LOGPROB = 512  # of a response, at most; with the token's text
 CHECKED_AT_ONCE = 4096  # token ids
-KEY = "OPENAI_API_KEY"
+KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ServedTeacher:
             asked.append((ids, places, table[begin : begin + len(places)]))
             begin += len(places)
         dead, free = dict[str, str](), asyncio.Semaphore(AT_ONCE * len(self.section.urls))
-        async with Connections(headers(ENVIRONMENT.get(KEY)), SECONDS) as connections:
+        async with Connections(headers(ENVIRONMENT.get(KEY_VARIABLE)), ANSWER_SECONDS) as connections:
             await asyncio.gather(*(self._ask(connections, i, k, one, dead, free) for i, one in enumerate(asked)))
         return table
 
@@ -87,7 +87,7 @@ class ServedTeacher:
         """Fill the rows of a sequence, from the first server that responds. Raises EngineError if none does."""
         (ids, places, rows), said = one, ""
         async with free:
-            for attempt in range(ATTEMPTS):
+            for attempt in range(MOST_TRIES):
                 urls = [url for url in self.section.urls if url not in dead] or self.section.urls
                 url = urls[(number + attempt) % len(urls)]
                 try:
@@ -136,14 +136,14 @@ class ServedTeacher:
                 raise ValueError(f"{self.key}.urls: {url} sends fewer than {k} log-probs of a token; lower over")
 
     def _checked(self, url: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        method, sent = "GET" if body is None else "POST", headers(ENVIRONMENT.get(KEY))
+        method, sent = "GET" if body is None else "POST", headers(ENVIRONMENT.get(KEY_VARIABLE))
         try:
             answer = ask(url, route, body, method, headers=sent, seconds=60)
         except (ConnectionFailed, TimeoutError) as error:
             raise ValueError(f"{self.key}.urls: {url} does not respond ({error!r:.100}); start the server") from None
         if answer.status != 200:
             fix = f"start it with --max-logprobs {self.section.over}" if "logprobs" in answer.error() else ""
-            fix = fix or f"serve with vLLM, and set {KEY} if it has a key"
+            fix = fix or f"serve with vLLM, and set {KEY_VARIABLE} if it has a key"
             raise ValueError(f"{self.key}.urls: {url}{route}: {answer.status} {answer.error():.200}; {fix}")
         found: dict[str, Any] = json.loads(answer.content)
         return found
