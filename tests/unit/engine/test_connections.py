@@ -2,10 +2,14 @@
 
 import asyncio
 import contextlib
+import http.server
+import json
+import math
 import resource
 import socket
 import threading
 import time
+from dataclasses import dataclass, replace
 
 import httpx
 import numpy as np
@@ -14,7 +18,7 @@ import pytest
 from benchmarks.stub_engine import Behavior, StubEngine
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.connections import Answer, ConnectionFailed, Connections, MovedServers
-from megagrpo.engine.http.protocol import derive_seed
+from megagrpo.engine.http.protocol import EngineError, derive_seed
 from megagrpo.platform.process import open_files
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.types import Prompt, SamplingParams
@@ -196,3 +200,74 @@ def test_the_soft_limit_of_open_files_is_raised_and_a_low_hard_limit_is_an_error
         raise_open_files(20_000)
     limits[1] = resource.RLIM_INFINITY
     raise_open_files(20_000)
+
+
+@contextlib.contextmanager
+def teacher_server(answers):
+    """The address of a server that gives these answers, (status, JSON value), one to each request."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            status, value = answers.pop(0)
+            self.send_response(status)
+            body = json.dumps(value).encode()
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args): ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{found.server_port}"
+        found.shutdown()
+
+
+def said(*tokens):
+    """A response of vLLM with (token id, log-prob) by rank at each token of the prompt."""
+    rows = [{str(t): {"logprob": v, "rank": i + 1} for i, (t, v) in enumerate(row)} for row in tokens]
+    return 200, {"choices": [{"prompt_logprobs": [None, *rows]}]}
+
+
+def test_a_teachers_server_is_asked_again_after_errors_and_named_after_four(monkeypatch):
+    import torch
+
+    from megagrpo.config import TeacherSection
+    from megagrpo.data.packing.sample_packing import PackingRules, pack
+    from megagrpo.engine.served_teacher import ServedTeacher
+    from megagrpo.policy.teacher import Teacher
+    from megagrpo.train_types import TrainSample
+    from tests.rank_fakes import OneRank
+
+    @dataclass(frozen=True)
+    class Alone(OneRank):
+        is_dp_leader: bool = True
+        is_last_stage: bool = True
+        ends: None = None
+
+    async def at_once(seconds):
+        return None
+
+    ids, mask = torch.tensor([5, 6, 7]), torch.tensor([False, False, True])
+    batch = pack([TrainSample(ids, mask, torch.zeros(3), 1.0, index=0)], PackingRules(max_tokens=8, sequence_align=4))
+    (m,) = batch.micro_batches
+    right = said([(6, -0.5)], [(9, -0.25), (7, -9999.0)])
+    with monkeypatch.context() as patched:
+        patched.setattr("megagrpo.engine.served_teacher.asyncio.sleep", at_once)
+        answers = [(500, {}), (200, {"choices": []}), said([(6, 0.0)], [(9, math.nan), (7, -1.0)]), right, right]
+        with teacher_server(answers) as url:
+            served = ServedTeacher(TeacherSection(path="t", urls=[url], over=2), "algorithm.teacher.0", Alone())
+            (top,), (row,) = served.top_logprobs(batch, 2), served.logprobs(batch)
+        assert top.logprobs[m.loss_mask].tolist() == [[-0.25, -9999.0]]
+        assert top.token_ids[m.loss_mask].tolist() == [[9, 7]] and top.token_ids.dtype == torch.int64
+        assert row[m.loss_mask].tolist() == [-9999.0] and not row[~m.loss_mask].any()
+        (term,) = Teacher("t", served, served.section, None)._terms(m, None, row, 2.0)  # the teacher excludes the token
+        assert not term.weights[m.loss_mask].any() and (term.weights[~m.loss_mask] == 2).all()
+        assert term.logprobs.isfinite().all()
+        for answers, problem in (([(503, {})] * 4, "503|status|{}"), ([(400, {"error": {"message": "long"}})], "long")):
+            with (
+                teacher_server(answers) as url,
+                pytest.raises(EngineError, match=f"teacher.0.urls: {url}: ({problem})"),
+            ):
+                replace(served, section=TeacherSection(path="t", urls=[url], over=2)).logprobs(batch)
