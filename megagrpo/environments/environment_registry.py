@@ -15,18 +15,18 @@ TOOLS = {"calculator": "megagrpo.environments.calculator:calculator"}
 _ADAPTERS = "megagrpo.environments.adapters."
 # Prefix of a name -> the class whose constructor gets the rest of the name as `name`.
 ENVIRONMENT_ADAPTERS = {
-    "gymnasium:": _ADAPTERS + "gymnasium_env:Gymnasium",
     "mcp:": _ADAPTERS + "mcp_server:McpServer",
 }
 TOOL_ADAPTERS = {"mcp:": _ADAPTERS + "mcp_server:McpServer"}
 # Prefix of a name -> the class of the repository that a config names by its file.
 EXAMPLES = {
-    "harbor": "harbor_env.py:Harbor",
-    "nemo_gym": "nemo_gym.py:NemoGym",
-    "openenv": "openenv_client.py:OpenEnv",
-    "sandbox_fusion": "sandbox_fusion.py:SandboxFusion",
-    "verifiers": "verifiers_env.py:Verifiers",
-    "verifiers_v1": "verifiers_v1.py:VerifiersV1",
+    "gymnasium": "configs/examples/frozen_lake/gymnasium_env.py:Gymnasium",
+    "harbor": "examples/adapters/harbor_env.py:Harbor",
+    "nemo_gym": "examples/adapters/nemo_gym.py:NemoGym",
+    "openenv": "examples/adapters/openenv_client.py:OpenEnv",
+    "sandbox_fusion": "examples/adapters/sandbox_fusion.py:SandboxFusion",
+    "verifiers": "examples/adapters/verifiers_env.py:Verifiers",
+    "verifiers_v1": "examples/adapters/verifiers_v1.py:VerifiersV1",
 }
 
 
@@ -51,7 +51,7 @@ def locate_environment(name: str, key: str) -> Target:
 def _adapted(name: str, key: str, adapters: dict[str, str]) -> Target | None:
     prefix, _, rest = name.partition(":")
     if prefix in EXAMPLES:
-        text = f"`{name}`: the adapter is a file of the repository; name it as examples/adapters/{EXAMPLES[prefix]}"
+        text = f"`{name}`: the adapter is a file of the repository; name it as {EXAMPLES[prefix]}"
         raise ProblemError(Problem((key,), f"{text} (docs/environments.md)"))
     location, _, attribute = adapters.get(f"{prefix}:", "").partition(":")
     return Target(location, attribute, preset=(("name", rest.strip()),)) if location and rest.strip() else None

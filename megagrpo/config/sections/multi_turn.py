@@ -29,7 +29,7 @@ class MultiTurnSection(Section):
     `package.module:function` or `path/file.py:function`."""
     environment: str | None = None
     """Class `package.module:Class` or `path/file.py:Class`: each response has an instance; public methods are tools.
-    Environments of other projects: `gymnasium:ENV_ID` and others (docs/environments.md)."""
+    Environments of other projects: docs/environments.md."""
     environment_args: dict[str, Any] = {}
     """Arguments of the environment's constructor."""
     reuse_environments: bool = False

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from runpy import run_path
 
 import httpx
 import psutil
@@ -28,6 +29,7 @@ from tests.unit.environments.test_environments import (  # noqa: F401 - a fixtur
 )
 
 ROOT = Path(__file__).parents[3]
+GYMNASIUM = f"{ROOT}/configs/examples/frozen_lake/gymnasium_env.py:Gymnasium"
 
 
 def say(one, text):
@@ -68,7 +70,7 @@ def own_python(name, probe):
 def test_gymnasium_frozen_lake_is_played_in_words(responders):  # noqa: F811
     pytest.importorskip("gymnasium")
     arguments = {"is_slippery": False, "actions": ["left", "down", "right", "up"], "show": "render", "invalid": -0.1}
-    table = responders("gymnasium:FrozenLake-v1", environment_args=arguments)
+    table = responders(GYMNASIUM, environment_args={"name": "FrozenLake-v1"} | arguments)
     assert table.tools == [] and table.reward_names == ["turns"]
     one, text = begun(table, seed=3)
     assert text == "\n[S]FFF\nFHFH\nFFFH\nHFFG"
@@ -85,7 +87,7 @@ def test_gymnasium_frozen_lake_is_played_in_words(responders):  # noqa: F811
 
 def test_gymnasium_numbers_and_boxes():
     pytest.importorskip("gymnasium")
-    from megagrpo.environments.adapters.gymnasium_env import Gymnasium
+    Gymnasium = run_path(GYMNASIUM.rpartition(":")[0])["Gymnasium"]
 
     taxi = Gymnasium("Taxi-v4")
     first = taxi.reset(seed=1)
@@ -122,7 +124,8 @@ gymnasium.register("Closing-v0", Closing)
 def test_gymnasiums_own_close_is_called(responders, mine, tmp_path):  # noqa: F811
     pytest.importorskip("gymnasium")
     (mine.parent / "closing_game.py").write_text(CLOSED_GAME)
-    table = responders("gymnasium:closing_game:Closing-v0", environment_args={"log": str(tmp_path / "log")})
+    arguments = {"name": "closing_game:Closing-v0", "log": str(tmp_path / "log")}
+    table = responders(GYMNASIUM, environment_args=arguments)
     begun(table)
     table.close()
     assert (tmp_path / "log").read_text() == "closed\n"
@@ -271,11 +274,10 @@ def answering(process: subprocess.Popen, port: int) -> str:
     raise AssertionError("the server does not answer")
 
 
-@pytest.mark.parametrize(("package", "module"), usual([("gymnasium", "gymnasium_env"), ("mcp", "mcp_server")], 1))
-def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, package, module):
-    (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").write_text("raise ImportError('absent')")
-    code = f"import megagrpo.environments.adapters.{module}"
+def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path):
+    (tmp_path / "mcp").mkdir()
+    (tmp_path / "mcp" / "__init__.py").write_text("raise ImportError('absent')")
+    code = "import megagrpo.environments.adapters.mcp_server"
     paths = {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=paths)
     assert "ImportError: multi_turn" in ran.stderr and "pip install" in ran.stderr
@@ -283,11 +285,20 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
 
 @pytest.mark.parametrize(
     "name",
-    usual(["harbor:docker", "nemo_gym:http://127.0.0.1:9", "openenv:http://127.0.0.1:9", "verifiers:guessing"], 0),
+    usual(
+        [
+            "gymnasium:FrozenLake-v1",
+            "harbor:docker",
+            "nemo_gym:http://127.0.0.1:9",
+            "openenv:http://127.0.0.1:9",
+            "verifiers:guessing",
+        ],
+        0,
+    ),
 )
 def test_an_adapter_that_is_a_file_of_the_repository_is_named(name):
     with pytest.raises(ProblemError) as refused:
         targets(MultiTurnSection(environment=name))
-    (file,) = re.findall(r"examples/adapters/\w+\.py:\w+", str(refused.value))
+    (file,) = re.findall(r"[\w/]*examples/\w+/\w+\.py:\w+", str(refused.value))
     assert not undefined(locate_environment(str(ROOT / file), "multi_turn.environment"), "multi_turn.environment")
     assert str(refused.value).startswith(f"multi_turn.environment: `{name}`: the adapter is a file of the repository")

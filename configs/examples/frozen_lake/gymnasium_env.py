@@ -1,7 +1,11 @@
 """Gymnasium's environments as text: observations are written for the policy, and its answer is read as an action.
 
-`multi_turn.environment: gymnasium:ENV_ID`. The column `seed` (optional) of a row is the seed of `reset`, so that all
-responses to a prompt meet the same game. API: https://gymnasium.farama.org/api/env/
+    multi_turn:
+      environment: gymnasium_env.py:Gymnasium
+      environment_args: {name: ENV_ID}
+
+The column `seed` (optional) of a row is the seed of `reset`, so that all responses to a prompt meet the same game.
+API: https://gymnasium.farama.org/api/env/
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from megagrpo.platform.process.user_code import load_named
 try:
     import gymnasium
 except ImportError as error:
-    raise ImportError("multi_turn.environment: gymnasium: pip install gymnasium") from error
+    raise ImportError("multi_turn.environment: pip install gymnasium") from error
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _HIGHLIGHT = re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m")  # text on a colored background, such as the player
