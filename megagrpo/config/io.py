@@ -162,9 +162,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def validated(values: dict[str, Any], overrides: Sequence[str], origin: str | Path) -> RunConfig:
     """Apply the overrides to `values`, perhaps in place, and return the validated config. Raises the errors of
     `load_config`, which name `origin`."""
-    unread: list[str] = []
+    unread, invalid_overrides = list[str](), list[str]()
     values = with_task_files(values, unread)
-    invalid_overrides = list[str]()
     for override in overrides:
         try:
             apply_override(values, override)
@@ -219,7 +218,7 @@ def listed(path: str | Path, problems: Sequence[object]) -> str:
 
 
 # type of pydantic's error -> a replacement value
-_EMPTY: dict[str, Any] = {"list_type": [], "dict_type": {}, "model_type": {}}
+_EMPTY: dict[str, Any] = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}
 
 
 def _problems(kind: type[BaseModel], values: dict[str, Any], error: ValidationError) -> list[Problem]:
@@ -258,10 +257,9 @@ def _repaired(values: dict[str, Any], errors: list[ErrorDetails]) -> dict[str, A
             except (LookupError, TypeError):
                 if part not in KINDS_OF_WEIGHT:
                     break
-        if owner is not None and name == error["loc"][-1] and error["type"] == "missing":
-            owner[name] = "_".join(map(str, error["loc"]))  # a name that no other task has
-        elif owner is not None and name == error["loc"][-1] and error["type"] in _EMPTY:
-            owner[name] = copy.copy(_EMPTY[error["type"]])
+        if owner is not None and name == error["loc"][-1] and error["type"] in _EMPTY:
+            unique = "_".join(map(str, error["loc"]))  # as the name of a task
+            owner[name] = unique if error["type"] == "missing" else copy.copy(_EMPTY[error["type"]])
         elif owner is not None:
             owner.pop(name, None)
     return values

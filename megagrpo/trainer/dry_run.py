@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megagrpo.config import ProblemError, RunConfig, Task, evaluation_sets
+from megagrpo.config import RunConfig, Task, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.sources.user_source import load_source
 from megagrpo.data.tokens.request_trial import shared_trial
@@ -117,9 +117,7 @@ class Collecting(AbstractContextManager[None, bool]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        if isinstance(error, ProblemError):
-            self.result.add(*map(self.task.problem if self.task else str, error.problems))
-        elif isinstance(error, ValueError):
+        if isinstance(error, ValueError):
             text = str(error) if self.task is None else self.task.named_problems(str(error))
             self.result.add(*text.split("\n"))
         return isinstance(error, ValueError)

@@ -204,21 +204,7 @@ def _read_data(
         layout, lambda: resources.enter_context(RewardScorer(*of_rewards)) if tokenizer else None
     )
     common = base_folder, tokenizers, vocab_size, sampling, rewards, layout, resources
-
-    def read_task(task: Task) -> TaskData:
-        each = _read_task(task, *common)
-
-        def check_all_columns() -> None:
-            if rewards:
-                rewards.check_columns(each.prompts.columns, task.name)
-                check_columns(each.held_out, rewards, each.dialogues, task.name)
-            if each.dialogues:
-                each.dialogues.check_columns(each.prompts.columns)
-
-        run_own_and_agree(layout, check_all_columns)
-        return each
-
-    read = of_all_tasks(tasks, read_task)
+    read = of_all_tasks(tasks, lambda task: _read_task(task, *common))
     shared_trial().close()
     orders = [each.prompts for each in read]
     prompts = Mixture(tasks, orders, config.run.seed) if config.tasks else orders[0]
@@ -233,12 +219,11 @@ def of_all_tasks[T](tasks: Sequence[Task], read: Callable[[Task], T]) -> list[T]
     for task in tasks:
         try:
             results.append(read(task))
-        except (ValueError, RankError) as error:
+        except Exception as error:  # on the other ranks a RankError, so all go on
             text = error.problem if isinstance(error, RankError) else str(error)
             problems |= dict.fromkeys(task.named_problems(text).split("\n"))
-        except Exception as error:  # a RankError on the others, which continue
-            unexpected.append(error)
-    if problems or unexpected:
+            unexpected += [] if isinstance(error, (ValueError, RankError)) else [error]
+    if problems:
         raise unexpected[0] if unexpected else ValueError("\n".join(problems))
     return results
 
@@ -262,7 +247,7 @@ def _read_task(
     layout: Layout,
     resources: ExitStack,
 ) -> TaskData:
-    """Load the prompts, the held-out sets and the turns of a task. Collective."""
+    """Load and check the prompts, the held-out sets and the turns of a task. Collective."""
     (tokenizer, reader), config, first = tokenizers, task.config, layout.world_rank == 0
     of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
     dialogues = run_own_and_agree(
@@ -285,8 +270,17 @@ def _read_task(
         return order_on_all(own, data, key, config.run.seed, layout)
 
     prompts = read(config.data.train, config.data, task.key("data.train"))
-    sets = load_sets(task, sampling, read, names) if config.generates else []
-    return TaskData(prompts, sets, dialogues)
+    held_out = load_sets(task, sampling, read, names) if config.generates else []
+
+    def check_all_columns() -> None:
+        if rewards:
+            rewards.check_columns(prompts.columns, task.name)
+            check_columns(held_out, rewards, dialogues, task.name)
+        if dialogues:
+            dialogues.check_columns(prompts.columns)
+
+    run_own_and_agree(layout, check_all_columns)
+    return TaskData(prompts, held_out, dialogues)
 
 
 def order_on_all(

@@ -61,8 +61,7 @@ class AgentHost:
         self._agent, self._name, self._roles = find(agent), agent.attribute, roles
         if not callable(self._agent):
             raise ValueError(f"`{self._name}` must be a function")
-        unlisted = [role for role in dict.fromkeys(_named_roles(self._agent, set())) if role not in roles]
-        if unlisted:
+        if unlisted := [role for role in _named_roles(self._agent, set()) if role not in roles]:
             fix = f"list it, or use {', '.join(roles)}" if roles else "list it, the run has no roles"
             raise ValueError(f"`{self._name}` names the role {unlisted[0]!r:.100}, which roles does not list; {fix}")
         required = [p.name for p in named_parameters(self._agent, skip_first=False)[0] if p.default is p.empty]
@@ -141,7 +140,7 @@ def _named_roles(function: Any, seen: set[Any]) -> Iterator[str]:
     function = inspect.unwrap(function)
     if not isinstance(function, FunctionType) or function in seen:
         return
-    is_agent = not seen
+    is_agent, module = not seen, function.__module__
     seen.add(function)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
@@ -157,9 +156,8 @@ def _named_roles(function: Any, seen: set[Any]) -> Iterator[str]:
                 yield name
             case ast.Return(ast.Dict(keys=keys)) if is_agent and id(node) not in nested:
                 yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
-            case ast.Name(id=name) if (other := function.__globals__.get(name)) is not function:
-                if getattr(other, "__module__", None) == function.__module__:
-                    yield from _named_roles(other, seen)
+            case ast.Name() if getattr(other := function.__globals__.get(node.id), "__module__", "") == module:
+                yield from _named_roles(other, seen)
 
 
 def _are_rewards(values: dict[Any, Any], roles: Sequence[str]) -> bool:

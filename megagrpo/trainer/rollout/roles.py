@@ -55,8 +55,7 @@ def roles_of(
             if not mine.any():
                 continue
             spoke = samples.by_group(np.bincount(trajectories[mine], minlength=len(samples)) > 0, group, missing=False)
-            names = [other.removeprefix(f"{task}/") for other in columns.rewards]
-            others = [other in own_roles and other != name for other in names]
+            others = [o in own_roles and o != name for o in (c.removeprefix(f"{task}/") for c in columns.rewards)]
             own = by_function.masked_fill(torch.tensor(others) | ~spoke[..., None], torch.nan)
             rewards = torch.where(own.isnan().all(-1), torch.nan, (own.nan_to_num(nan=0.0) * weights).sum(-1))
             found.append(Role(name, task, own_roles.get(name, 1.0), mine, rewards, own))
