@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megagrpo.data.tokens.endless_rules import endless_rule
+from megagrpo.data.tokens.schema_features import endless_rule, overlapping, unread
 from megagrpo.platform.process.cleanup.parent_death import end_with_parent
 
 REASON_CHARACTERS = 600
@@ -151,14 +151,19 @@ class Trial:
                 schema = json.loads(text)
             except RecursionError:
                 return "the json is nested too deeply; flatten it"
+            if (found := unread(schema)) is not None:
+                return f"json: {found}"
         try:
             warnings = _captured(lambda: self._accept(kind, text))
         except MemoryError:
             raise
         except Exception as error:
             return self._reason(kind, schema, error)
-        if unenforced := [warning for warning in warnings if "oneOf" not in warning]:  # enforced as anyOf
-            return f"xgrammar does not enforce the {kind}: {unenforced[0]}; correct it"
+        for warning in warnings:
+            pointer = overlapping(schema) if "oneOf" in warning else ""
+            if pointer is not None:
+                where = f"`oneOf` at {pointer}: write anyOf: " if pointer else ""
+                return f"xgrammar does not enforce the {kind}: {where}{warning}; correct it"
         if (rule := endless_rule(self._parse(kind, text).serialize_json())) is not None:
             return f"the {kind} can never end after rule `{rule}`, so responses reach their limit; give it a way to end"
         return None
