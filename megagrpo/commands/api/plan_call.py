@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megagrpo.commands.api.inputs.config_input import ConfigLike, Overrides, read
@@ -55,6 +56,29 @@ def plan(
     if kind is None:
         return made
     return planner.with_times(made, validated, ranks, kind, expected_lengths(validated, prompt_tokens, response_tokens))
+
+
+def layouts(config: ConfigLike, overrides: Overrides, sizes: Mapping[str, float], gpu: str | None) -> Sequence[str]:
+    """Return a table of the fastest layouts of a config on this kind of GPU. `sizes` are arguments of `plan`. Raises
+    ConfigError for a wrong config or argument, and if no layout fits."""
+    from megagrpo.families.hf_config import load_hf_config
+    from megagrpo.families.weight_sources import shape_folder
+    from megagrpo.planner.costs.gpu_specs import GPUS
+    from megagrpo.planner.costs.workload import expected_lengths
+    from megagrpo.planner.times.layout_search import search, search_table
+
+    lengths = {name: sizes.get(name) for name in ("prompt_tokens", "response_tokens")}
+    _check(gpu, {"world_size": sizes.get("world_size")} | lengths)
+    if gpu is None or "gpu_memory_gb" in sizes:
+        raise ConfigError(f"--search: needs --gpu, one of {', '.join(GPUS)}, whose memory it takes; name it alone")
+    run = read(config, overrides).validated()
+    _check_with_config(run, gpu, lengths)
+    ranks, _ = planned_ranks(run, int(sizes.get("world_size", 0)) or None, gpu)
+    model = load_hf_config(shape_folder(run.model.path))
+    if found := search(run, model, ranks, GPUS[gpu], expected_lengths(run, *lengths.values())):
+        return search_table(found)
+    reason = f"no layout of {ranks} ranks fits {gpu} beside vLLM as `rollout` has it"
+    raise ConfigError(f"parallel: {reason}; use more ranks, another rollout.tp or rollout.gpu_memory_utilization")
 
 
 def _check(gpu: str | None, sizes: dict[str, float | None]) -> None:

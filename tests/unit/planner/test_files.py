@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.layout_search import search
 from megagrpo.config import load_config
 from megagrpo.planner import plan, with_times
 from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.planner.costs.workload import expected_lengths
+from megagrpo.planner.times.layout_search import search
 from megagrpo.rewards.registry.reward_registry import resolve, unknown_arguments
 from megagrpo.rewards.registry.target import BUILT_IN_REWARDS
 from megagrpo.rewards.workers.worker import _signature as describe

@@ -1,11 +1,10 @@
-"""Each shipped config for GPUs is the layout that benchmarks/layout_search.py finds first for its GPUs, and its checkpoint fits
+"""Each shipped config for GPUs is the layout that megagrpo plan --search finds first for its GPUs, and its checkpoint fits
 the RAM of their nodes."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.layout_search import search
 from megagrpo.cluster.launch.job import Cluster, place
 from megagrpo.config import load_config
 from megagrpo.families.hf_config import load_hf_config
@@ -14,6 +13,7 @@ from megagrpo.planner.costs.engine_memory import ServerMemory
 from megagrpo.planner.costs.gpu_specs import GPUS
 from megagrpo.planner.costs.planned_memory import run_memory
 from megagrpo.planner.costs.workload import expected_lengths
+from megagrpo.planner.times.layout_search import search
 from megagrpo.planner.times.step_times import step_times
 from tests.unit.for_each import for_each
 
@@ -48,7 +48,7 @@ def test_the_layout_is_the_first_that_the_search_finds(name):
     assert step_times(config, model, world, gpu, lengths) == best.times, " ".join(best.overrides)
     assert load_config(CONFIGS / f"{name}.yaml", best.overrides) == config
     comment = " ".join((CONFIGS / f"{name}.yaml").read_text().replace("\n#", "").split())
-    assert gpus == 1 or f"the layout that benchmarks/layout_search.py finds for {kind}" in comment
+    assert gpus == 1 or f"the layout that megagrpo plan --search finds for {kind}" in comment
     assert sum(run_memory(config, model, world, gpu.memory_gib).host.values()) < RAM_GIB
 
 

@@ -13,11 +13,9 @@ import pytest
 from ranks import run_ranks
 
 import megagrpo
-from benchmarks import layout_search
-from benchmarks.gpu_splits import splits_of
-from benchmarks.layout_search import USABLE, USABLE_WITH_EXPERTS, _cost, search
 from benchmarks.scaling.loader_slices import EngineLayout
 from benchmarks.scaling.step_memory import ROLLOUT_BYTES, planned_step_memory
+from megagrpo.__main__ import main
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.planner import plan, with_times
@@ -28,6 +26,7 @@ from megagrpo.planner.costs.planned_memory import activation_elements, smallest_
 from megagrpo.planner.costs.shapes import num_parameters
 from megagrpo.planner.costs.workload import Lengths, average_bundle, expected_lengths, step_samples
 from megagrpo.planner.plan_text import rows_of, times_table
+from megagrpo.planner.times import layout_search
 from megagrpo.planner.times.control_plane import READ_TOKEN_SECONDS, REQUEST_SECONDS, control_seconds, route_bytes
 from megagrpo.planner.times.generation_times import (
     DECODE_BANDWIDTH,
@@ -36,6 +35,8 @@ from megagrpo.planner.times.generation_times import (
     Generation,
     exponential_mean,
 )
+from megagrpo.planner.times.gpu_splits import splits_of
+from megagrpo.planner.times.layout_search import USABLE, USABLE_WITH_EXPERTS, _cost, search
 from megagrpo.planner.times.pass_times import (
     ATTENTION_EFFICIENCY,
     BANDWIDTH,
@@ -653,14 +654,17 @@ def test_a_sync_is_bound_by_senders_where_servers_have_more_gpus_than_the_traine
     assert ", bound by receivers\n" in shown[0] and ", bound by senders\n" in shown[1]
 
 
-def test_the_search_prints_keys_to_set_or_that_nothing_fits(tmp_path, monkeypatch, capsys):
+def test_the_search_prints_keys_to_set_or_that_nothing_fits(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    words = [str(REPOSITORY / "configs/quickstart.yaml"), "8", f"model.path={tmp_path}", "rollout.placement=dedicated"]
-    words += ["model.precision=bf16", "train.distributed_optimizer=true"]
-    for share, shown in (("0.9", "train.max_tokens_per_micro_batch="), ("0.1", "no layout of 8 ranks fits h100")):
-        monkeypatch.setattr(sys, "argv", ["", *words, f"rollout.gpu_memory_utilization={share}", "--gpu", "h100"])
-        layout_search.main()
-        assert shown in capsys.readouterr().out
+    words = [str(REPOSITORY / "configs/quickstart.yaml"), "world_size=8", f"model.path={tmp_path}", "--search"]
+    words += ["model.precision=bf16", "train.distributed_optimizer=true", "rollout.placement=dedicated"]
+    share = "rollout.gpu_memory_utilization"
+    assert main(["plan", *words, f"{share}=0.9", "--gpu", "h100"]) == 0
+    assert "train.max_tokens_per_micro_batch=" in capsys.readouterr().out
+    assert main(["plan", *words, f"{share}=0.1", "--gpu", "h100"]) == 2
+    assert "no layout of 8 ranks fits h100" in capsys.readouterr().err
+    assert main(["plan", *words]) == 2
+    assert "--search: needs --gpu" in capsys.readouterr().err
 
 
 def test_the_command_says_all_of_it_in_json_without_torch(tmp_path):

@@ -1,32 +1,25 @@
 """Finds the layouts of a run that fit a kind of GPU, fastest first. Tries every size of every axis and prunes early.
 
 The GPUs are divided between trainer and dedicated servers too, and among colocated servers.
-
-    python -m benchmarks.layout_search megagrpo:qwen2.5_7b_1node 8 --gpu h100
-    python -m benchmarks.layout_search my_run.yaml 64 rollout.max_completion_length=4096 --gpu h200
-
-The number counts the ranks of the trainer. It prints the five fastest layouts as keys to set.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, inf
 
-from benchmarks.gpu_splits import Split, splits_of
-from megagrpo.config import ParallelSection, RunConfig, load_config
+from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.config.rules.config_rules import cross_field_problems
-from megagrpo.families.hf_config import HfConfig, load_hf_config, model_problems, nearly_even
-from megagrpo.families.weight_sources import shape_folder
+from megagrpo.families.hf_config import HfConfig, model_problems, nearly_even
 from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
-from megagrpo.planner.costs.gpu_specs import GPUS, GPUS_PER_NODE, Gpu
+from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE, Gpu
 from megagrpo.planner.costs.planned_memory import smallest_gpu, trainer_memory
-from megagrpo.planner.costs.workload import Lengths, expected_lengths
+from megagrpo.planner.costs.workload import Lengths
 from megagrpo.planner.rules.plan_problems import expert_problems, fp8_problems, layout_problems
 from megagrpo.planner.times.generation_times import Generation
+from megagrpo.planner.times.gpu_splits import Split, splits_of
 from megagrpo.planner.times.step_times import StepTimes, step_times
 from megagrpo.platform.process.terminal import wrapped
 
@@ -265,25 +258,3 @@ def search_table(candidates: Sequence[Candidate]) -> Sequence[str]:
         sizes = f"{t.step:9.1f}{t.seconds['train']:9.1f}{one.gib:7.1f}{one.world_size:8,}{t.gpus:8,}{t.idle:6.0%}"
         lines += [f"{sizes}  {one.bound}", *wrapped(f"{'':<10}{' '.join(one.overrides)}", indent=0)]
     return lines
-
-
-def main() -> None:
-    """Print the layouts for the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("config", help="a YAML file, or a shipped config such as megagrpo:qwen2.5_7b_1node")
-    parser.add_argument("ranks", type=int, help="ranks of the trainer")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--gpu", choices=GPUS, required=True)
-    asked = parser.parse_args()
-    config, gpu = load_config(asked.config, asked.overrides), GPUS[asked.gpu]
-    model = load_hf_config(shape_folder(config.model.path))
-    found = search(config, model, asked.ranks, gpu, expected_lengths(config))
-    unfit = (
-        f"no layout of {asked.ranks} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another "
-        "rollout.tp or rollout.gpu_memory_utilization"
-    )
-    print("\n".join(search_table(found)) if found else unfit)
-
-
-if __name__ == "__main__":
-    main()
