@@ -14,6 +14,8 @@ from torch import Tensor
 from megagrpo.config import AlgorithmSection
 from megagrpo.train_types import LossFn, LossInputs, LossOutput, Metric, MicroBatch
 
+LEAST_VARIANCE = 1e-8  # added to the variance of the advantages that are scaled
+
 
 @dataclass(frozen=True)
 class Estimates:
@@ -45,7 +47,7 @@ def estimates(micro_batch: MicroBatch, rewards: Tensor, values: Tensor, algorith
     advantage(t) = delta(t) + gamma lambda advantage(t + 1), delta(t) = reward(t) + gamma value(t + 1) - value(t). With
     `advantage_by` turn, gamma and lambda count turns: both are 1 inside a turn. The critic's returns use
     `critic.critic_lambda`, and with `critic.length_adaptive_alpha` the policy's lambda is 1 - 1 / (alpha l) for
-    a response of l tokens (VAPO, arXiv 2504.05118).
+    a response of l tokens, or turns (VAPO, arXiv 2504.05118).
     """
     critic, mask = algorithm.critic, micro_batch.loss_mask
     owner = micro_batch.sequence_index[mask]
@@ -57,7 +59,7 @@ def estimates(micro_batch: MicroBatch, rewards: Tensor, values: Tensor, algorith
     table[:, rows, columns] = torch.stack([rewards[mask], values[mask], steps.float()]).to(table.dtype)
     policy_lambda = torch.full((len(sequences),), critic.gae_lambda, device=owner.device)
     if critic.length_adaptive_alpha is not None:
-        policy_lambda = (1 - 1 / (critic.length_adaptive_alpha * lengths)).clamp(min=0)
+        policy_lambda = (1 - 1 / (critic.length_adaptive_alpha * table[2].sum(dim=1))).clamp(min=0)
     critic_lambda = critic.gae_lambda if critic.critic_lambda is None else critic.critic_lambda
     found = []
     for lambdas in (policy_lambda, torch.full_like(policy_lambda, critic_lambda)):
@@ -77,6 +79,13 @@ def advantages(rewards: Tensor, values: Tensor, steps: Tensor, gamma: float, lam
         last = delta + discount * lambdas ** steps[:, t] * last
         result[:, t] = last
     return result
+
+
+def mean_and_scale(count: float, total: float, squares: float) -> tuple[float, float]:
+    """Return the mean and the scale of numbers with these sums: their standard deviation, which is at least 1e-4, so
+    that advantages that differ by rounding alone stay small."""
+    mean = total / max(count, 1)
+    return mean, (max(squares / max(count, 1) - mean**2, 0.0) + LEAST_VARIANCE) ** 0.5
 
 
 def make_value_loss(clip: float | None) -> LossFn:

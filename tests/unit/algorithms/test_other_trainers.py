@@ -1,14 +1,18 @@
 """What docs/coming_from_{verl,nemo_rl,openrlhf}.md say of formulas: each trainer's own formula, written down here,
-beside ours."""
+beside ours. For a critic: numbers that other trainers' code has computed."""
 
+import pytest
 import torch
 
 from megagrpo.algorithms.advantages import group_advantages
 from megagrpo.algorithms.correction import correction_weights
+from megagrpo.algorithms.gae import estimates, make_value_loss, mean_and_scale
 from megagrpo.algorithms.kl import ESTIMATORS
 from megagrpo.algorithms.policy_losses import Tokens, cispo, clipped, importance_ratio
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection
+from megagrpo.data.packing.sample_packing import build_micro_batch
+from megagrpo.train_types import LossInputs, TrainSample
 
 LENGTHS = (5, 3, 8)
 
@@ -127,3 +131,65 @@ def test_reinforce_of_openrlhf_weighs_responses_by_their_tokens():
     ours = group_advantages(rewards, "group", "reinforce_plus_plus")[0]
     torch.testing.assert_close(ours, (rewards[0] - rewards.mean()) / (rewards.std() + 1e-4))
     assert not torch.allclose(ours, theirs, rtol=0.05)
+
+
+# Of three programs on two responses, the first with two tokens of an environment in the middle, whose values are noise.
+# GAE (gamma 0.97, lambda 0.9, and both 1) with its returns, and the value loss: `verl==0.9.1`,
+# `core_algos.compute_gae_advantage_return` without its whitening and `compute_value_loss`. Whitening:
+# `openrlhf==0.11.2`, end of `compute_advantages_and_returns`. The lambda of a length: AReaL's
+# `vapo_length_adaptive_gae`, into verl's GAE. Each was run once on these numbers, in float64.
+WRITTEN = [[1, 1, 0, 0, 1, 1], [1, 1, 1]]
+VALUES = [[0.3, -0.2, 7.0, 9.0, 0.5, 0.1], [0.4, 0.25, -0.6]]
+EARNED = [[-0.05, 0.1, 0, 0, 0.02, 1.0], [0, -0.1, 0.5]]
+MOVED = [0.35, 0.4, 0.45, 0.9, 0.1, 0.26, -0.1]  # values after the step
+VERL = {  # (gamma, lambda): advantages, returns
+    (0.97, 0.9): (
+        [0.4482143483, 1.1365571, 0.4027, 0.9, -0.1327941, 0.0283, 1.1],
+        [0.7482143483, 0.9365571, 0.9027, 1.0, 0.2672059, 0.2783, 0.5],
+    ),
+    (1.0, 1.0): ([0.77, 1.32, 0.52, 0.9, 0.0, 0.15, 1.1], [1.07, 1.12, 1.02, 1.0, 0.4, 0.4, 0.5]),
+}
+ADAPTED = [-0.1325, 0.835, 0.07, 0.9, -0.3444444401, -0.5833333552, 1.1]  # alpha 0.5, gamma 1
+WHITENED = [-0.2271011294, 1.2407698073, -0.324159156, 0.7363186583, -1.4660847798, -1.1225562878, 1.1628126529]
+VALUE_LOSS, CLIPPED = 0.18349599012480103, 3 / 7
+SLOPES = [-0.0568877640, 0, -0.0646714286, 0, -0.0238865571, -0.0026142857, 0]  # of the loss by each value
+
+
+def of_peers(**critic):
+    samples = [
+        TrainSample(torch.arange(len(w) + 1), torch.tensor([0, *w]).bool(), torch.zeros(len(w) + 1), 0.0, i)
+        for i, w in enumerate(WRITTEN)
+    ]
+    m = build_micro_batch(samples)
+    rows = [torch.tensor([x for row in of for x in [*row, 50.0]]) for of in (EARNED, VALUES)]
+    return m, estimates(m, *rows, AlgorithmSection(advantage_estimator="gae", critic=critic)), rows[1]
+
+
+def test_gae_of_verl_passes_over_the_tokens_of_an_environment():
+    for (gamma, factor), (advantages, returns) in VERL.items():
+        m, found, _ = of_peers(gamma=gamma, gae_lambda=factor)
+        torch.testing.assert_close(found.advantages[m.loss_mask], torch.tensor(advantages))
+        torch.testing.assert_close(found.returns[m.loss_mask], torch.tensor(returns))
+    m, found, _ = of_peers(length_adaptive_alpha=0.5)
+    torch.testing.assert_close(found.advantages[m.loss_mask], torch.tensor(ADAPTED))
+
+
+def test_advantages_are_scaled_as_by_openrlhf_and_rounding_stays_small():
+    rows = torch.tensor(VERL[0.97, 0.9][0]).double()
+    mean, scale = mean_and_scale(len(rows), rows.sum().item(), rows.square().sum().item())
+    torch.testing.assert_close((rows - mean) / scale, torch.tensor(WHITENED).double(), rtol=1e-6, atol=1e-6)
+    flat = 0.3 + 1e-7 * torch.tensor([1.0, -1, 1, -1]).double()
+    mean, scale = mean_and_scale(4, flat.sum().item(), flat.square().sum().item())
+    assert ((flat - mean) / scale).abs().max() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_the_value_loss_of_verl_takes_the_larger_error():
+    m, _, before = of_peers()
+    terms = {name: torch.zeros(m.num_tokens) for name in ("values", "returns")}
+    terms["values"][m.loss_mask], terms["returns"][m.loss_mask] = before[m.loss_mask], torch.tensor(VERL[0.97, 0.9][1])
+    now = torch.zeros(m.num_tokens).masked_scatter(m.loss_mask, torch.tensor(MOVED)).requires_grad_()
+    result = make_value_loss(0.2)(LossInputs(now, torch.zeros_like(now), m.with_terms(**terms)))
+    loss = result.numerator / len(MOVED)
+    torch.testing.assert_close(loss.item(), VALUE_LOSS)
+    torch.testing.assert_close(torch.autograd.grad(loss, now)[0][m.loss_mask], torch.tensor(SLOPES))
+    assert result.metrics["critic/clip_ratio"].value == pytest.approx(CLIPPED)
