@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -41,9 +43,9 @@ class ScalarModel(MegatronPolicy):
             self.head.weight.data[0].copy_(weight[self.head.own])
         self.weights_changed()
 
-    def head_weight(self) -> Tensor:
-        """Return the head's weight [H] float32 on the host of every rank. Collective."""
+    def head_weight(self, part: Callable[[Tensor], Tensor] = torch.detach) -> Tensor:
+        """Return the head's weight [H], or another `part` of it, float32 on the host of every rank. Collective."""
         whole, layout = torch.zeros(self.hf_config.hidden_size), self.layout
         if self.head is not None and layout.dp_rank == layout.cp_rank == 0:
-            whole[self.head.own] = self.head.weight[0].detach().float().cpu()
+            whole[self.head.own] = part(self.head.weight)[0].float().cpu()
         return layout.all_reduce(whole)

@@ -12,6 +12,7 @@ from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.scalar_model import ScalarModel
 from megagrpo.records.profile import Profiler
 from megagrpo.records.progress_bars import run_progress
 from megagrpo.records.rows.dump import StepDumps
@@ -102,11 +103,12 @@ def make_records(
     policy: MegatronPolicy,
     reference: Reference | None,
     pool: AsyncPool | None,
+    critic: ScalarModel | None = None,
 ) -> Records:
     """Make the recorders of the run, and the clocks and profiles of its policy's phases. A run on rows has no
     completions: its responses are those of the data set."""
     folder, writer = journal.folder.path, journal.writer
-    weights = model.folder, writer.message, reference, model.reference_folder
+    weights = model.folder, writer.message, reference, model.reference_folder, critic
     dumps = StepDumps(policy, folder / "dumps", *weights)
     speed = make_speed(policy, config.rollout, config.run.peak_tflops, config.lora.enabled)
     completions = [CompletionsLog(policy.layout, writer)] if config.algorithm.loss.generates else []

@@ -66,7 +66,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     offload = Offload(policy, reference, teachers, critic) if offloaded else NoOffload()
     rank_0_engine = engine if layout.world_rank == 0 else None
     turns = GpuTurns(layout, rank_0_engine, servers.sleep, offload, collector.stop_if_requested, phases)
-    records = make_records(config, journal, model, policy, reference, collector.pool)
+    records = make_records(config, journal, model, policy, reference, collector.pool, critic)
     alarms = make_alarms(config, state, policy, servers.dtype, collector.reward_tracebacks, say)
     counted = records.recorders, phases, alarms.count_skip
     learning = Learning(config, policy, reference, inputs.loss_fn, state, *counted, teachers, critic)

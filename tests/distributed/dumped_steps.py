@@ -25,7 +25,10 @@ from megagrpo.data.packing.sample_packing import SampleShapes, build_batch, pack
 from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import SILENT
+from megagrpo.policy.critic import Critic
+from megagrpo.policy.layers.scalar_head import SCORE
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
 from megagrpo.policy.moe.routing_replay import route_shape
@@ -248,7 +251,8 @@ def dump_step(
     if algorithm.advantage_by_tokens:
         scored = with_token_advantages(scored, config.rollout.num_generations, algorithm)
     samples = samples_of_replicas(layout, scored, algorithm.advantage_by_turns)
-    learning = Learning(config, policy, reference, None, state, None, None, None)
+    critic = _critic(config, layout, hf, model) if algorithm.has_critic else None
+    learning = Learning(config, policy, reference, None, state, None, Phases(), None, (), critic)
     advantages = learning.advantages(samples)
     of_turns = learning.turn_advantages(samples, advantages)
     whole = [] if samples.columns.roles else to_samples(scored, advantages)
@@ -278,18 +282,31 @@ def dump_step(
     for teacher in teachers:
         batch = teacher.annotate(batch, step=1)
     divisor = denominator(batch, algorithm.loss.average, config.rollout.max_completion_length)
-    dumps = StepDumps(policy, run / "dumps", model, said.append, reference)
+    dumps = StepDumps(policy, run / "dumps", model, said.append, reference, None, critic)
+    rewarded = batch, advantages.flatten(), of_turns
     for step in steps:
-        if algorithm.num_iterations > 1:
+        batch, advantages, of_turns = rewarded
+        if algorithm.num_iterations > 1 or algorithm.kl_in_reward:
             batch = batch.with_terms(old_logprobs=policy.logprobs(batch))
+        (batch,), advantages, of_turns, _ = learning.judged([batch], advantages, of_turns)
         trained = TrainedRollouts(step, samples, advantages.flatten().tolist(), of_turns)
         dumps.begin(trained)
         for _ in range(algorithm.num_iterations):
             coefficient = bonus_coefficient(state, algorithm)
             known = add_step_terms(batch, policy, divisor, coefficient)
-            metrics = policy.train_step(known, dumps.wrap_loss(make_loss(config.algorithm)), divisor)
+            recording = dumps.wrap_loss(make_loss(config.algorithm))
+            metrics = learning.teach_critic(known) | policy.train_step(known, recording, divisor)
             adapt_bonus(state, values_of(metrics), algorithm)
             metrics |= dict(entropy_coef=Metric(coefficient))
             dumps.after_update(Update(known, make_loss(config.algorithm), divisor, metrics))
         dumps.after_training(trained)
     return said
+
+
+def _critic(config: RunConfig, layout: Layout, hf: HfConfig, model: Path) -> Critic:
+    """A critic with the policy's weights and a random head."""
+    critic = Critic(config, layout, hf)
+    load_hf(critic.chunks, hf, model, layout)
+    fill_adapters(critic.chunks, hf, layout, config.lora, seed=1)
+    critic.fill_head(random_tensor(SCORE, (hf.hidden_size,)))
+    return critic

@@ -60,6 +60,14 @@ MORE = {
             dict(path="policy", over="sampled", weight=0.5),
         ],
     ),
+    "critic": dict(
+        advantage_estimator="gae",
+        beta=0.5,
+        kl_in_reward=True,
+        kl_estimator="k1",
+        mask_truncated_completions=True,
+        critic=dict(gamma=0.97, gae_lambda=0.9, critic_lambda=1.0, learning_rate=0.1, value_clip=0.05),
+    ),
     "dapo, truncated responses masked": dict(loss_type="dapo", mask_truncated_completions=True),
 }
 OPTIONS = LOSSES | ADVANTAGES | MORE
@@ -69,7 +77,13 @@ QUICK = [
     "off-policy mask",
     "teachers, exact KL",
     "teachers that read other prompts",
+    "critic",
 ]  # these run in every suite; `full` runs all
+
+
+def steps(name):
+    """The steps of a case; in the second the policy differs from the reference."""
+    return (1, 2) if name.startswith("critic") else (1,)
 
 
 def _dump_all(root, names):
@@ -81,18 +95,18 @@ def _dump_all(root, names):
         ]
         config = tiny_run(
             algorithm=dict(beta=0.0, num_iterations=2) | OPTIONS[name] | dict(teacher=teachers),
-            debug=dict(dump_steps=[1]),
+            debug=dict(dump_steps=steps(name)),
             train=dict(distributed_optimizer=True, weight_decay=0.1, max_grad_norm=0.5),
             rewards=dict(functions=FUNCTIONS),
             model=dict(tokenizer="/nowhere"),
         )
         layout = layout or init_layout(config.parallel)
         change = taught_apart if name == "teachers that read other prompts" else list
-        dump_step(config, layout, root / "model", root / name, change=change)
+        dump_step(config, layout, root / "model", root / name, steps(name), change=change)
 
 
 def _audit_all(root, names):
-    return {name: list(check_step(load_step(root / name, 1))) for name in names}
+    return {name: list(check_step(load_step(root / name, steps(name)[-1]))) for name in names}
 
 
 @functools.cache

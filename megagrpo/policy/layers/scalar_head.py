@@ -14,6 +14,7 @@ from megagrpo.platform.parallel.layout import Layout
 
 SCALAR_HEAD = "scalar_head.weight"
 """Name of the head's weight in its model chunk, the last one."""
+SCORE, SCORE_FILE = "score.weight", "score.safetensors"  # the head in files of transformers, and its file in ours
 
 
 class ScalarHead(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import chain
 from statistics import fmean
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.data.tokens.tokenizer import Tokenizer, tokenizer_of
-from megagrpo.proof.audit import naive_advantages, naive_loss, naive_tokens, naive_turns
+from megagrpo.proof.audit import naive_advantages, naive_critic, naive_loss, naive_tokens, naive_turns
 from megagrpo.proof.audit.audit_compare import (
     NO_TOLERANCE,
     ROUNDING_TOLERANCE,
@@ -44,9 +44,28 @@ def check_step(step: Step) -> Iterator[Check]:
     yield from (named(_masks(step, update), step, update) for update in step.updates)
     table, weights, check = _rewards(step)
     yield check
-    if step.config.algorithm.kl_in_reward:
-        table, weights = _with_kl(step, table), [*weights, -step.config.algorithm.beta]
+    rows = [Rows(step, update) for update in step.updates]
+    if step.config.algorithm.has_critic:
+        rewards = [naive_advantages.weighted_sum(row, weights) for row in table]
+        spread = yield from naive_critic.check_critic(step, rewards, rows)
+    else:
+        spread = yield from _check_advantages(step, table, weights, rows)
+    for of in rows:
+        sampled = [s.rollout_logprobs for s in step.samples]
+        yield named(of.compare("rollout log-probs", "rollout_logprobs", sampled), step, of.update)
+    for of, result in zip(rows, recompute(step, spread), strict=True):
+        for check in chain(_numbers(step, of, result), check_update(step, of.update, result)):
+            yield named(check, step, of.update)
+
+
+def _check_advantages(
+    step: Step, table: list[list[float | None]], weights: list[float], rows: list[Rows]
+) -> Generator[Check, None, list[Tensor]]:
+    """Yield the checks of advantages that compare these rewards by function. Returns the advantages [L] float64 of each
+    sample."""
     algorithm = step.config.algorithm
+    if algorithm.kl_in_reward:
+        table, weights = _with_kl(step, table), [*weights, -algorithm.beta]
     rewards = [naive_advantages.weighted_sum(row, weights) for row in table]
     if algorithm.advantage_by_tokens:
         rewards = naive_tokens.outcomes(step)
@@ -68,14 +87,9 @@ def check_step(step: Step) -> Iterator[Check]:
             of_turns = [part.tolist() for part in naive_turns.estimated(step, table, rewards).split(lengths)]
         yield _turn_advantages(step, of_turns)
     spread = _spread(step, advantages, of_turns)
-    rows = [Rows(step, update) for update in step.updates]
     for of in rows:
-        sampled = [s.rollout_logprobs for s in step.samples]
         yield named(of.compare("advantages in the batch", "advantage", spread), step, of.update)
-        yield named(of.compare("rollout log-probs", "rollout_logprobs", sampled), step, of.update)
-    for of, result in zip(rows, recompute(step, spread), strict=True):
-        for check in chain(_numbers(step, of, result), check_update(step, of.update, result)):
-            yield named(check, step, of.update)
+    return spread
 
 
 def _of_rows(step: Step, rows: list[list[float | None]], weights: list[float]) -> list[float]:
@@ -201,10 +215,11 @@ def _slices(step: Step) -> Check:
 
 def _masks(step: Step, update: DumpedUpdate) -> Check:
     """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none if left out."""
-    left_out, firsts = step.config.algorithm.leaves_out_zero_advantage, step.trajectories
-    with_advantage = step.samples if step.has_roles else firsts
-    of_turns = [s.text["turn_advantages"] for s in firsts] if "turn_advantages" in firsts[0].text else None
-    advantages = _spread(step, [float(s.text["advantage"]) for s in with_advantage], of_turns)
+    left_out, firsts, advantages = step.config.algorithm.leaves_out_zero_advantage, step.trajectories, list[Tensor]()
+    if left_out:
+        with_advantage = step.samples if step.has_roles else firsts
+        of_turns = [s.text["turn_advantages"] for s in firsts] if "turn_advantages" in firsts[0].text else None
+        advantages = _spread(step, [float(s.text["advantage"]) for s in with_advantage], of_turns)
     expected = {
         (i, token)
         for i, sample in enumerate(step.samples)

@@ -70,9 +70,11 @@ class Rows:
         rows: Sequence[Tensor | None],
         tolerance: float = ROUNDING_TOLERANCE,
         average: float | None = None,
+        size: float = 1.0,
     ) -> Check:
         """Compare the dumped column `name` [n] with the values [L] or [Lr] of each sample."""
-        return compare(quantity, self.column(name), self.recomputed(rows), tolerance, self._where, average=average)
+        of_rows = self.column(name), self.recomputed(rows)
+        return compare(quantity, *of_rows, tolerance, self._where, size, average)
 
     def _where(self, i: int) -> str:
         return f"sample {int(self.sample[i])} token {int(self.token[i])}"

@@ -18,7 +18,7 @@ from megagrpo.data.tokens.grammar import Grammars, allowed
 from megagrpo.families.weight_sources import resolve_model
 from megagrpo.proof.audit import naive, naive_lora, naive_loss
 from megagrpo.proof.audit.dumped_rows import Rows
-from megagrpo.proof.audit.naive_images import freeze_tower, image_inputs
+from megagrpo.proof.audit.naive import freeze_tower, image_inputs
 from megagrpo.proof.audit.naive_loss import Response, WholeStep
 from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
 
@@ -54,11 +54,11 @@ def recompute(step: Step, advantages: list[Tensor]) -> Iterator[Recomputed]:
     models of policy, reference and teachers and one gradient are in memory."""
     if step.config.rollout.routing_replay == "trainer":
         step = replace(step, samples=_with_routes(step))
-    reference = _model(step, step.reference).requires_grad_(False) if step.config.algorithm.beta else None
+    reference = model_of(step, step.reference).requires_grad_(False) if step.config.algorithm.beta else None
     others = _Others(reference, {name: _teacher(step, one) for name, one in step.config.algorithm.teachers.items()})
     old = _old_logprobs(step) if len(step.updates) > 1 else None
     for update in step.updates:
-        yield _recompute_update(step, update, advantages, _model(step, update.weights), others, old)
+        yield _recompute_update(step, update, advantages, model_of(step, update.weights), others, old)
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ def _teacher(step: Step, section: TeacherSection) -> nn.Module:
         raise ValueError("algorithm.teacher.urls: a teacher behind servers cannot be computed again")
     if section.is_own:
         folder = step.reference if section.path == "reference" else step.updates[0].weights
-        return _model(step, folder).requires_grad_(False)
+        return model_of(step, folder).requires_grad_(False)
     folder = resolve_model(str(section.path), "algorithm.teacher.path")
     return naive.load_model(folder, step.dtype, step.config.longest_sequence).requires_grad_(False)
 
 
-def _model(step: Step, folder: Path) -> nn.Module:
+def model_of(step: Step, folder: Path, base: Path | None = None) -> nn.Module:
     """Return the model with the weights in `folder`, or the run's initial model with the adapter in `folder`."""
     adapts = (folder / "adapter_config.json").is_file()
     model = naive.load_model(step.model if adapts else folder, step.dtype, step.config.longest_sequence)
@@ -111,15 +111,15 @@ def _model(step: Step, folder: Path) -> nn.Module:
 @torch.no_grad()
 def _old_logprobs(step: Step) -> list[Tensor]:
     """Return [Lr] of each sample, from the weights that generated it: the weights before the first optimizer step."""
-    model = _model(step, step.updates[0].weights)
-    reported = _reported(step, step.updates, "old_logprobs")
+    model = model_of(step, step.updates[0].weights)
+    reported = dumped_columns(step, step.updates, "old_logprobs")
     return [
         _picked(_log_softmax(step, model, sample, row), sample)
         for sample, row in zip(step.samples, reported, strict=True)
     ]
 
 
-def _reported(step: Step, updates: Sequence[DumpedUpdate], name: str) -> list[Tensor]:
+def dumped_columns(step: Step, updates: Sequence[DumpedUpdate], name: str) -> list[Tensor]:
     """Return [Lr] of each sample: the column `name` in the first of the updates that has it; NaN where none has it."""
     columns = [Rows(step, update).by_sample(name) for update in updates]
     return [
@@ -130,7 +130,7 @@ def _reported(step: Step, updates: Sequence[DumpedUpdate], name: str) -> list[Te
 @torch.no_grad()
 def _with_routes(step: Step) -> list[Sample]:
     """Return the samples with the routes that the pass for the old log-probs takes."""
-    model, samples = _model(step, step.updates[0].weights), []
+    model, samples = model_of(step, step.updates[0].weights), []
     for sample in step.samples:
         with naive.Routing(model, None) as routing:
             model(sample.token_ids[None], **image_inputs(step.model, model, sample))
@@ -147,7 +147,7 @@ def _log_softmax(step: Step, model: nn.Module, sample: Sample, reported: Tensor)
     return naive.log_softmax(model, tokens, places, sampling, sample.routes, may_follow, images, reported)
 
 
-def _router_logits(step: Step, model: nn.Module, sample: Sample) -> Tensor:
+def router_logits(step: Step, model: nn.Module, sample: Sample) -> Tensor:
     images = image_inputs(step.model, model, sample)
     return naive.router_logits(model, sample.token_ids, sample.places, sample.routes, images)
 
@@ -177,8 +177,8 @@ def _recompute_update(
     lengths = step.loss_lengths(update)
     average, longest = algorithm.loss.average, rollout.max_completion_length
     divisor = naive_loss.denominator(list(lengths.values()), average, longest)
-    slope = _balancing_slope(step, update, model) if algorithm.router_aux_loss_coef else None
-    reported, ref_reported = (_reported(step, [update], name) for name in ("policy_logprobs", "ref_logprobs"))
+    slope = balancing_slope(step, update, model) if algorithm.router_aux_loss_coef else None
+    reported, ref_reported = (dumped_columns(step, [update], name) for name in ("policy_logprobs", "ref_logprobs"))
     whole = _whole_step(step, update, advantages, model, old, reported)
     result = Recomputed()
     task_weights = naive_loss.weights_of_tasks(lengths, step.task_of, step.config)
@@ -217,7 +217,7 @@ def _recompute_update(
         terms = [term if i == 1 else term * weight for i, term in enumerate(terms)]  # term 1 is the entropy bonus
         sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()
         if slope is not None:
-            (_router_logits(step, model, sample).softmax(dim=-1) @ slope).sum().backward()
+            (router_logits(step, model, sample).softmax(dim=-1) @ slope).sum().backward()
         result.loss += sum(term.sum().item() for term in terms)
         result.loss_size += sum(term.detach().abs().sum().item() for term in terms)
         _append(result, response.logprobs, response.old, ref_picked, response.entropy, kl)
@@ -287,10 +287,10 @@ def _whole_step(
 
 
 @torch.no_grad()
-def _balancing_slope(step: Step, update: DumpedUpdate, model: nn.Module) -> Tensor:
+def balancing_slope(step: Step, update: DumpedUpdate, model: nn.Module) -> Tensor:
     """Return [E]: the contribution of the balancing loss to the gradient of each router probability."""
     samples = [step.samples[i] for i in update.samples if not step.is_masked(step.samples[i])]
-    rows = [_router_logits(step, model, sample).softmax(dim=-1) for sample in samples]
+    rows = [router_logits(step, model, sample).softmax(dim=-1) for sample in samples]
     taken = [sample.routes[sample.places - 1].flatten() for sample in samples if sample.routes is not None]
     per_token: int = attrgetter("config.num_experts_per_tok")(model)
     slope = naive.balancing_slope(torch.cat(rows), per_token, torch.cat(taken).long() if taken else None)

@@ -101,6 +101,7 @@ class Step:
     layout: dict[str, int]
     samples: list[Sample]
     updates: list[DumpedUpdate]
+    critic: Path | None = None  # the folder of the critic's first weights
 
     @property
     def trajectories(self) -> list[Sample]:
@@ -207,6 +208,7 @@ def load_step(run: Path, step: int, model: Path | None = None) -> Step:
         layout=contents["layout"],
         samples=_samples(folder, load_file(folder / "samples.safetensors"), contents["samples"]),
         updates=[_update(folder, model, number, update) for number, update in enumerate(contents["updates"], 1)],
+        critic=Path(contents["critic"]) if "critic" in contents else None,
     )
 
 

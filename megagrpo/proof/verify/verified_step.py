@@ -21,9 +21,11 @@ from megagrpo.data.packing.sample_packing import SampleShapes, build_batch, pack
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.shared.boxes import Box
 from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.policy.critic import Critic, of_the_critic
 from megagrpo.policy.fp8.dense_access import write_dense
 from megagrpo.policy.fp8.masters import unrounded_values
 from megagrpo.policy.fp8.tensor import dense
+from megagrpo.policy.layers.scalar_head import SCORE
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.moe.rank_routed_experts import with_sample_routes
 from megagrpo.policy.moe.routing_replay import route_shape
@@ -72,6 +74,9 @@ def take_step(
     layout = init_layout(config.parallel, config.run.seed)
     try:
         policy, batch, logprobs = prepare(config, hf_config, layout, samples, weights)
+        of_critic = Outcome({}, torch.zeros(0), {}, {}, 0.0, 0.0)
+        if config.algorithm.has_critic:
+            batch, of_critic = _critic_step(config, hf_config, layout, batch, weights)
         divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
         batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
         method = _row_method(config)
@@ -88,7 +93,37 @@ def take_step(
     if rows is None:
         return None
     extremes = frozenset(name for name, metric in metrics.items() if metric.reduce in ("max", "min"))
-    return Outcome(values_of(metrics), rows, gradients, stepped, max(apart, also_apart), padding, extremes)
+    apart, padding = max(apart, also_apart, of_critic.disagreement), max(padding, of_critic.padding)
+    gradients, stepped = gradients | of_critic.gradients, stepped | of_critic.weights
+    return Outcome(values_of(metrics) | of_critic.metrics, rows, gradients, stepped, apart, padding, extremes)
+
+
+def _critic_step(
+    config: RunConfig,
+    hf_config: HfConfig,
+    layout: Layout,
+    batch: TrainBatch,
+    weights: Callable[[str, tuple[int, ...]], Tensor] | None,
+) -> tuple[TrainBatch, Outcome]:
+    """Return the batch with the advantages of a critic with random weights, and the outcome of its step, without rows;
+    on ranks above 0 without tensors."""
+    critic, random = Critic(config, layout, hf_config), weights or random_tensor
+    fill_weights(critic, hf_config, layout, random)
+    critic.fill_head(random(SCORE, (1, hf_config.hidden_size))[0])
+    (batch,), judged = critic.judged([batch])
+    metrics = critic.backward(batch, critic.loss_fn, batch.num_tokens)
+    gather_gradients(critic.model)
+
+    def tensors(part: Callable[[Any], Tensor]) -> tuple[Tensors, float, float]:
+        whole, apart, padding = whole_tensors(critic, hf_config, layout, part)
+        head = critic.head_weight(part).double()
+        return {f"critic.{name}": tensor for name, tensor in (whole | {SCORE: head}).items()}, apart, padding
+
+    gradients, apart, padding = tensors(attrgetter("main_grad"))
+    metrics |= critic.update()
+    stepped, also_apart, _ = tensors(attrgetter("data"))
+    values = values_of(of_the_critic(metrics)) | judged
+    return batch, Outcome(values, torch.zeros(0), gradients, stepped, max(apart, also_apart), padding)
 
 
 def prepare(

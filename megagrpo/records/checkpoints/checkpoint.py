@@ -196,7 +196,7 @@ class Checkpointer:
         try:
             layout, reference_moved, reached = on_first_rank(self.layout, lambda: checked(path))
             run_own_and_agree(self.layout, lambda: _verify(path, rank, world_size))
-            on_first_rank(self.layout, lambda: _check_tower(path, self.policy.hf_config))
+            on_first_rank(self.layout, lambda: _check_parts(path, self.policy.hf_config, self.critic is not None))
         except RankError as e:
             raise CheckpointError(str(e)) from e
         same_layout = layout == self.layout.sizes
@@ -319,8 +319,12 @@ def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
     return layout, moved, state
 
 
-def _check_tower(path: Path, hf_config: HfConfig) -> None:
-    """Raises CheckpointError if a trained vision tower would be left out, or one that was frozen is now trained."""
+def _check_parts(path: Path, hf_config: HfConfig, needs_critic: bool) -> None:
+    """Raises CheckpointError if a trained vision tower would be left out, or one that was frozen is now trained, or if
+    there is no critic, which this run needs."""
+    if needs_critic and not StoredTensors(path).has_part("critic"):
+        fix = "resume with the algorithm.advantage_estimator that saved it, or begin a run with model.path from it"
+        raise CheckpointError(f"{path} has no critic, unlike this run; {fix}")
     trained, stored = bool(hf_config.vision and hf_config.vision.trained), StoredTensors(path).has_tower
     if trained != stored:
         said = f"{path} has {'a' if stored else 'no'} trained vision tower, unlike this run"

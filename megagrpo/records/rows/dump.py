@@ -16,8 +16,8 @@ samples.safetensors
 update_K.safetensors
                   one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample),
                   `token_id`, `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
-                  `entropy`, `full_kl`, `teacher.NAME` (divergence or log-probs; NaN: not taught). Columns
-                  that the step does not compute are missing
+                  `entropy`, `full_kl`, `teacher.NAME` (divergence or log-probs; NaN: not taught), `values` and
+                  `returns` of the critic. Columns that the step does not compute are missing
 optimizer_K.safetensors
                   64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor, `values.NAME` [n, 5]
                   float32: weight and Adam's two moments before optimizer step K, clipped gradient, weight after it. For
@@ -26,6 +26,8 @@ reference/        the reference's weights as a Hugging Face folder, once they ha
 weights_K/        the weights before optimizer step K as a Hugging Face folder. Missing for the run's first optimizer
                   step: the weights are the model's
                   With LoRA both are adapters, as PEFT folders, in every step
+critic_K/         the critic's weights before its optimizer step K, in the same form, and `score.weight` [1, H] of its
+                  head in score.safetensors
 images/           with `data.images` the files of the prompts' images, which `images` of each sample names in order
 
 A dump is complete or absent. A dumped step computes the same results as any other step.
@@ -48,12 +50,15 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from megagrpo.data.images.prompt_images import PromptImages
+from megagrpo.families.weight_sources import resolve_model
 from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.bulk_messages import parts_to_first_rank
 from megagrpo.platform.process.cleanup.removal import remove
+from megagrpo.policy.layers.scalar_head import SCORE, SCORE_FILE
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer.policy_optimizer import moments_of
 from megagrpo.policy.reference import Reference
+from megagrpo.policy.scalar_model import ScalarModel
 from megagrpo.records.rows.completions import part_columns
 from megagrpo.records.rows.recorder import Recorder, TrainedRollouts, Update
 from megagrpo.records.rows.run_starts import package_versions
@@ -64,6 +69,7 @@ from megagrpo.weights.blocks.optimizer_sample import Read, sample
 from megagrpo.weights.blocks.parameter_blocks import adapter_blocks
 from megagrpo.weights.bridge.adapter_files import save_adapter
 from megagrpo.weights.bridge.hf_export import Source, find_sources, save_hf
+from megagrpo.weights.bridge.hf_files import SHARD_BYTES
 from megagrpo.weights.files.tensor_files import dtype_name
 
 STEP_FILE = "step.json"
@@ -86,15 +92,17 @@ class StepDumps(Recorder):
         say: Callable[[str], None],
         reference: Reference | None = None,
         reference_folder: Path | None = None,
+        critic: ScalarModel | None = None,
     ):
         """`reference_folder` holds the reference's first weights; None means the model's."""
+        self._critic = critic
         self._config, self._policy, self._layout = policy.config, policy, policy.layout
         self._reference, self._reference_folder = reference, reference_folder or model_folder
         self._folder, self._model_folder, self._say = folder, model_folder, say
         self._step = 0  # step that is being dumped; 0: none
         self._updates: list[dict[str, Any]] = []
         self._seen: dict[int, LossInputs] = {}
-        self._sources: dict[str, Source] = {}  # of adapters, since the first dump
+        self._sources: dict[int, dict[str, Source]] = {}  # of adapters, by id of their model, since the first dump
         self._before: Sampled = {}  # optimizer state before the current optimizer step
 
     def begin(self, rollouts: TrainedRollouts) -> None:
@@ -105,7 +113,7 @@ class StepDumps(Recorder):
             adapter = self._config.lora.enabled and self._config.model.reference_path is None
             if cleared and self._reference is not None and (self._reference.moved or adapter):
                 with self._reference.in_place():
-                    self._attempt(lambda: self._save("reference"))
+                    self._attempt(lambda: self._save("reference", self._policy))
 
     def wrap_loss(self, loss_fn: LossFn) -> LossFn:
         """Return `loss_fn` wrapped to record its inputs in one optimizer step. Weights before it are written now."""
@@ -142,6 +150,11 @@ class StepDumps(Recorder):
         return self._folder / f"step_{self._step:06d}"
 
     @property
+    def _critic_folder(self) -> Path:
+        path = self._config.algorithm.critic.path
+        return self._model_folder if path is None else resolve_model(path, scores=True)
+
+    @property
     def _partial(self) -> Path:
         return self._folder / f".{self._final.name}.partial"
 
@@ -165,20 +178,25 @@ class StepDumps(Recorder):
         number = len(self._updates) + 1
         name = None if self._step == number == 1 and not self._config.lora.enabled else f"weights_{number}"
         if name:
-            self._save(name)
+            self._save(name, self._policy)
         self._updates.append({"weights": name})
+        if (critic := self._critic) is not None:
+            self._save(f"critic_{number}", critic)
+            head, file = critic.head_weight()[None], self._partial / f"critic_{number}" / SCORE_FILE
+            on_first_rank(self._layout, lambda: save_file({SCORE: head}, file))
 
-    def _save(self, name: str) -> None:
-        policy, lora = self._policy, self._config.lora
-        if lora.enabled:
-            adapters = list(adapter_blocks(policy.chunks, policy.hf_config, self._layout))
-            self._sources = self._sources or find_sources(adapters, self._layout)
-            base = self._config.model.path
-            save_adapter(adapters, self._layout, self._sources, self._partial / name, lora, base, policy.dtype)
+    def _save(self, name: str, model: MegatronPolicy) -> None:
+        lora, out, layout = self._config.lora, self._partial / name, self._layout
+        if not lora.enabled:
+            source, size = self._model_folder, None
+            if model is self._critic:  # its source may be a reward model, whose files have other tensors
+                source, size = self._critic_folder, SHARD_BYTES
+            save_hf(model.chunks, model.hf_config, layout, out, source, dtype=model.dtype, max_shard_bytes=size)
             return
-        save_hf(
-            policy.chunks, policy.hf_config, self._layout, self._partial / name, self._model_folder, dtype=policy.dtype
-        )
+        adapters = list(adapter_blocks(model.chunks, model.hf_config, layout))
+        sources = self._sources.setdefault(id(model), {}) or find_sources(adapters, layout)
+        self._sources[id(model)] = sources
+        save_adapter(adapters, layout, sources, out, lora, model.config.model.path, model.dtype)
 
     def _save_rows(self) -> None:
         """Write the rows of all ranks that compute the loss: those of the last stage, tp and cp rank 0."""
@@ -274,6 +292,8 @@ class StepDumps(Recorder):
             "samples": texts,
             "config": config.model_dump(mode="json"),
         }
+        if self._critic is not None:
+            contents["critic"] = str(self._critic_folder.resolve())
         borders = torch.tensor([0, *(row["token_ids"].numel() for row in rows)]).cumsum(0)
         columns = {name: torch.cat([row[name] for row in rows]) for name in rows[0]} | {"borders": borders}
         save_file(columns, self._partial / "samples.safetensors")
@@ -302,6 +322,8 @@ def loss_tokens(inputs: LossInputs) -> Rows:
         "policy_logprobs": inputs.policy_logprobs,
         "old_logprobs": batch.terms.old_logprobs,
         "ref_logprobs": batch.terms.ref_logprobs,
+        "values": batch.terms.values,
+        "returns": batch.terms.returns,
         "rollout_logprobs": batch.rollout_logprobs,
         "entropy": inputs.entropy,
         "full_kl": inputs.full_kl,

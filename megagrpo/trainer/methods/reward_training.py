@@ -19,12 +19,13 @@ from megagrpo.data.examples import SCORED_PAIRS, ExampleSource
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.weight_sources import INDEX, SINGLE
 from megagrpo.platform.parallel.agree import on_first_rank
+from megagrpo.policy.layers.scalar_head import SCORE, SCORE_FILE
 from megagrpo.policy.scalar_model import ScalarModel
 from megagrpo.trainer.methods.row_wiring import Method
 from megagrpo.trainer.run_inputs import Data
 from megagrpo.weights.bridge.load import embedding_and_head
 
-SCORE, SCORE_FILE, RENAMED = "score.weight", "score.safetensors", "backbone.safetensors"
+RENAMED = "backbone.safetensors"
 
 
 def method(config: RunConfig) -> Method:

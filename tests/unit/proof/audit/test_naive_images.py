@@ -9,7 +9,7 @@ from megagrpo.config import ConfigError
 from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.proof.audit import naive
-from megagrpo.proof.audit.naive_images import freeze_tower, image_inputs
+from megagrpo.proof.audit.naive import freeze_tower, image_inputs
 from megagrpo.proof.audit.saved import Sample
 from megagrpo.types import SamplingParams
 from megagrpo.weights.bridge.image_facts import image_reader
