@@ -34,9 +34,15 @@ _LINEARS = (
 )
 
 
-def load_hf_config(folder: str | Path) -> HfConfig:
-    """Parse `folder/config.json`. Raises ValueError when it is missing, broken, or of an unsupported model."""
+OF_SCORES = ("architectures", "num_labels", "id2label", "label2id", "problem_type")  # keys that a reward model changes
+
+
+def load_hf_config(folder: str | Path, scores: bool = False) -> HfConfig:
+    """Parse `folder/config.json`; with `scores` that of a reward model too. Raises ValueError when it is missing,
+    broken, or of an unsupported model."""
     raw = read_raw_config(folder)
+    if scores and "ForSequenceClassification" in str(raw.get("architectures")):
+        raw = {key: value for key, value in raw.items() if key not in OF_SCORES}
     return parse_hf_config(raw, stored_names(Path(folder)) if wrapper_of(raw) else ())
 
 

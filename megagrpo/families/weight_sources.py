@@ -44,8 +44,9 @@ CONSOLIDATED = "consolidated"  # first word of file names with Mistral's own nam
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
-def resolve_model(path: str, key: str = "model.path") -> Path:
-    """Return a folder with config.json and safetensors for `model.path`, or for the key `key`.
+def resolve_model(path: str, key: str = "model.path", scores: bool = False) -> Path:
+    """Return a folder with config.json and safetensors for `model.path`, or for the key `key`; with `scores` it may be
+    a reward model.
 
     `path` is such a folder, a hub name (downloaded once into the hub's cache), or `package:NAME`, whose GGUF weights
     are converted once into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Several processes may call it at a time. Raises
@@ -58,7 +59,7 @@ def resolve_model(path: str, key: str = "model.path") -> Path:
         if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
             raise _error(key, _MISSING.format(path))
         folder = _from_hub(path, key)
-    _check(folder, key)
+    _check(folder, key, scores)
     return folder
 
 
@@ -137,13 +138,13 @@ def _directory(folder: Path, key: str) -> Path:
     return folder
 
 
-def _check(folder: Path, key: str) -> None:
+def _check(folder: Path, key: str, scores: bool) -> None:
     """Raise ProblemError unless `folder` holds a model that can be trained, with its weights."""
     if (_directory(folder, key) / ADAPTER_CONFIG).is_file():
         what = "an adapter and a model" if (folder / "config.json").is_file() else "an adapter"
         fix = "name its base model here and the adapter's folder in lora.adapter_path, or write one model with"
         raise _error(key, f"{folder} holds {what} ({ADAPTER_CONFIG}); {fix} `megagrpo merge`")
-    load_hf_config(folder)
+    load_hf_config(folder, scores)
     if problem := weight_files_problem(folder):
         raise _error(key, problem)
 

@@ -9,14 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megagrpo.algorithms.gae import estimates, last_tokens, make_value_loss, turn_ends
+from megagrpo.algorithms.gae import estimates, last_tokens, make_value_loss, mean_and_scale, turn_ends
 from megagrpo.config import RunConfig
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.find_nan import NonFiniteError
 from megagrpo.policy.scalar_model import ScalarModel
 from megagrpo.train_types import Metric, MicroBatch, TrainBatch
-
-STD_EPSILON = 1e-8  # added to the standard deviation of whitened advantages
 
 
 class Critic(ScalarModel):
@@ -24,7 +23,7 @@ class Critic(ScalarModel):
 
     def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
         super().__init__(of_critic(config), layout, hf_config)
-        self._loss_fn = make_value_loss(config.algorithm.critic.value_clip)
+        self.loss_fn = make_value_loss(config.algorithm.critic.value_clip)
 
     def judged(self, batches: Sequence[TrainBatch]) -> tuple[list[TrainBatch], dict[str, float]]:
         """Return the batches of a step with advantages in place of rewards and with the critic's targets; and metrics.
@@ -34,15 +33,15 @@ class Critic(ScalarModel):
         """
         estimated = [self._estimated(batch) for batch in batches]
         moments = sum((self._moments(m) for batch in estimated for m in batch.micro_batches), torch.zeros(8).double())
-        count, *sums = self.layout.all_reduce(moments).tolist()
-        advantage, squared, value, target, squared_target, error, squared_error = (x / max(count, 1) for x in sums)
-        deviation = max(squared - advantage**2, 0.0) ** 0.5 + STD_EPSILON
+        count, total, squares, *sums = self.layout.all_reduce(moments).tolist()
+        value, target, squared_target, error, squared_error = (x / max(count, 1) for x in sums)
         metrics = {"critic/value": value, "critic/return": target}
         if (spread := squared_target - target**2) > 0:
             metrics["critic/explained_variance"] = 1 - (squared_error - error**2) / spread
         if self.config.algorithm.scale_rewards == "none":
             return estimated, metrics
-        scaled = partial(_whitened, mean=advantage, deviation=deviation)
+        mean, scale = mean_and_scale(count, total, squares)
+        scaled = partial(_whitened, mean=mean, scale=scale)
         return [_each(batch, scaled) for batch in estimated], metrics
 
     def _estimated(self, batch: TrainBatch) -> TrainBatch:
@@ -72,8 +71,12 @@ class Critic(ScalarModel):
 
     def learn(self, batch: TrainBatch) -> dict[str, Metric]:
         """Take one optimizer step towards the returns of the batch. Raises NonFiniteError."""
-        metrics = self.train_step(batch, self._loss_fn, batch.num_tokens)
-        return {name if name.startswith("critic/") else f"critic/{name}": metric for name, metric in metrics.items()}
+        try:
+            return of_the_critic(self.train_step(batch, self.loss_fn, max(batch.num_tokens, 1)))
+        except NonFiniteError as error:
+            named = NonFiniteError(error.tensor, error.metrics, f" of the critic{error.about}")
+            named.metrics = of_the_critic(error.metrics)
+            raise named from error
 
     def _moments(self, m: MicroBatch) -> Tensor:
         """Return [8] float64 sums over this rank's loss tokens; 0 on ranks whose numbers another rank has."""
@@ -84,17 +87,28 @@ class Critic(ScalarModel):
         return torch.stack([row.sum() for row in (torch.ones_like(a), a, a * a, v, r, r * r, r - v, (r - v) ** 2)])
 
 
+def of_the_critic(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics of a pass of the critic by their names in a run."""
+    return {name if name.startswith("critic/") else f"critic/{name}": metric for name, metric in metrics.items()}
+
+
 def _each(batch: TrainBatch, change: Callable[[MicroBatch], MicroBatch]) -> TrainBatch:
     return replace(batch, micro_batches=tuple(change(m) for m in batch.micro_batches))
 
 
-def _whitened(m: MicroBatch, mean: float, deviation: float) -> MicroBatch:
-    return replace(m, advantages=torch.where(m.loss_mask, (m.advantages - mean) / deviation, 0.0))
+def _whitened(m: MicroBatch, mean: float, scale: float) -> MicroBatch:
+    return replace(m, advantages=torch.where(m.loss_mask, (m.advantages - mean) / scale, 0.0))
 
 
 def of_critic(config: RunConfig) -> RunConfig:
-    """Return the run's config with the critic's own learning rate, without schedule, reference and adapters."""
-    train = config.train.model_copy(
-        update=dict(learning_rate=config.algorithm.critic.learning_rate, min_learning_rate=0.0)
+    """Return the run's config with the critic's own model and learning rate. Its routers choose experts of their own,
+    and adapters of another model than the policy's are new ones."""
+    own = config.algorithm.critic
+    changes = dict(
+        train=dict(learning_rate=own.learning_rate, min_learning_rate=0.0),
+        model=dict(path=own.path or config.model.path),
+        rollout=dict(routing_replay="off"),
+        lora={} if own.path is None else dict(adapter_path=None),
     )
-    return config.model_copy(update=dict(train=train))
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    return config.model_copy(update=sections)

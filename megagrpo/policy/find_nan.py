@@ -33,17 +33,19 @@ class BadTensor:
 class NonFiniteError(RuntimeError):
     """Raised if a step's loss or gradient is NaN or infinite. The step changes nothing. All ranks raise the error.
 
-    `tensor` is None when only the loss is bad. `metrics` are the step's metrics, the loss included.
+    `tensor` is None when only the loss is bad. `metrics` are the step's metrics, the loss included. `about` follows
+    where the NaN is in messages.
     """
 
-    def __init__(self, tensor: BadTensor | None, metrics: dict[str, Metric]):
+    def __init__(self, tensor: BadTensor | None, metrics: dict[str, Metric], about: str = ""):
         where = (
             f"NaN or infinity in {tensor.kind} {tensor.name} on rank {tensor.rank}"
             if tensor
             else "all gradients are finite"
         )
-        super().__init__(f"{where}; the loss is {metrics['loss'].value:g}")
-        self.tensor, self.metrics = tensor, metrics
+        self.loss = metrics["loss"].value
+        super().__init__(f"{where}{about}; the loss is {self.loss:g}")
+        self.tensor, self.metrics, self.about = tensor, metrics, about
 
 
 @dataclass(frozen=True)

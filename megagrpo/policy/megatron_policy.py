@@ -238,7 +238,7 @@ class MegatronPolicy:
         if finite and self.loss_scale.update(bad is not None):
             return self.backward(batch, loss_fn, denominator)
         if bad is not None or not finite:
-            raise NonFiniteError(bad, metrics)
+            raise NonFiniteError(bad, metrics, self.loss_scale.exhausted if bad else "")
         return metrics | self.loss_scale.metrics() | self._routers.metrics | self.replay.metrics(self.layout)
 
     def losses(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, Metric]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
@@ -22,30 +22,6 @@ from megagrpo.policy.moe.router_losses import selection_biases
 from megagrpo.train_types import MicroBatch, RefHead, TrainBatch
 
 
-class FrozenModel(Protocol):
-    """A model that scores the tokens of a batch and that no optimizer step changes.
-
-    `Reference` runs through the policy's own modules. A model of another architecture, or one behind a
-    server, can implement the same methods; its vocabulary must be the policy's.
-
-    Every method returns one result per micro-batch: [T] or [T, k], label-aligned, of the distribution at the sampling
-    temperature, 0 where the loss mask is 0. Results exist on all ranks of the last pipeline stage and are None on the
-    others. All ranks of the world call the methods together.
-    """
-
-    def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
-        """Return the log-probs [T] float32 of every micro-batch's labels."""
-
-    def entropies(self, batch: TrainBatch) -> list[Tensor | None]:
-        """Return the entropies [T] float32 in nats of the distributions of every micro-batch's labels."""
-
-    def top_logprobs(self, batch: TrainBatch, k: int) -> list[TopLogprobs | None]:
-        """Return the k largest log-probs [T, k] float32 over the whole vocabulary, and their token ids."""
-
-    def annotate(self, batch: TrainBatch) -> TrainBatch:
-        """Return the batch with the inputs of its KL term (`StepTerms.ref_logprobs` or `StepTerms.ref_head`)."""
-
-
 class Reference:
     """A copy of this rank's trained weights at construction, in compute dtype on the same device (2 or 4 bytes each),
     and of selection biases that steps move.
@@ -53,8 +29,11 @@ class Reference:
     With LoRA only adapters are trained. Fresh adapters add nothing, so the reference is the base model, not copied.
     With `whole` it copies the base model too, in its stored form, and its adapters add nothing: another model.
 
-    It is a `FrozenModel`. Only `mix_in` and `load_state_dict` change it; `times_moved` counts the calls of both.
-    `weights` are in the order of the policy's parameters.
+    Its methods return one result per micro-batch: [T] or [T, k], label-aligned, of the distribution at the sampling
+    temperature, 0 where the loss mask is 0; None outside the last pipeline stage. All ranks call them together.
+
+    Only `mix_in` and `load_state_dict` change it; `times_moved` counts the calls of both. `weights` are in the order of
+    the policy's parameters.
     """
 
     def __init__(self, policy: MegatronPolicy, whole: bool = False):
@@ -113,11 +92,6 @@ class Reference:
         with self.in_place():
             return self._policy.logprobs(batch)
 
-    def entropies(self, batch: TrainBatch) -> list[Tensor | None]:
-        """Return `MegatronPolicy.entropies` of the reference: [T] float32 per micro-batch."""
-        with self.in_place():
-            return self._policy.entropies(batch)
-
     def top_logprobs(self, batch: TrainBatch, k: int) -> list[TopLogprobs | None]:
         """Return `MegatronPolicy.top_logprobs` of the reference: [T, k] per micro-batch."""
         with self.in_place():
@@ -166,20 +140,21 @@ def kl_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
     return old - ref
 
 
-def sums_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
-    """Return [2, N] float64: old and ref log-probs summed over the response tokens of each trajectory of the step, as
-    `kl_by_sample` does."""
-    total = torch.zeros(2, sum(batch.num_sequences for batch in batches), dtype=torch.float64)
-    # the other ranks have the same log-probs or no log-probs
-    if layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0:
-        for micro_batch in [m for batch in batches for m in batch.micro_batches]:
-            _add_sums(total, micro_batch)
-    return layout.all_reduce(total)
-
-
-def _add_sums(total: Tensor, micro_batch: MicroBatch) -> None:
-    m = micro_batch.to(total.device)
+def _log_probs(m: MicroBatch) -> Tensor:
     old, ref = m.terms.old_logprobs, m.terms.ref_logprobs
     assert old is not None and ref is not None, "the batch has no old or no reference log-probs"
-    trajectory = m.trajectories[m.sequence_index]
-    total.index_add_(1, trajectory[m.loss_mask], torch.stack([old, ref])[:, m.loss_mask].double())
+    return torch.stack([old, ref])
+
+
+def sums_by_sample(
+    batches: Sequence[TrainBatch], layout: Layout, rows_of: Callable[[MicroBatch], Tensor] = _log_probs
+) -> Tensor:
+    """Return [2, N] float64: old and ref log-probs, or the rows [2, T] that `rows_of` returns, summed over the response
+    tokens of each trajectory of the step, as `kl_by_sample` does."""
+    total = torch.zeros(2, sum(batch.num_sequences for batch in batches), dtype=torch.float64)
+    # the other ranks have the same rows or no rows
+    if layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0:
+        for m in (m.to(total.device) for batch in batches for m in batch.micro_batches):
+            owners = m.trajectories[m.sequence_index][m.loss_mask]
+            total.index_add_(1, owners, rows_of(m)[:, m.loss_mask].double())
+    return layout.all_reduce(total)

@@ -83,8 +83,8 @@ class Alarms:
             names = self.layout.broadcast_object(own, tensor.rank)
             where = f"in the {tensor.kind} of {', '.join(names)} on rank {tensor.rank}"
         self.say(
-            f"warning: step {self.state.step + 1}: optimizer step skipped, weights unchanged: NaN or infinity {where}; "
-            f"loss {error.metrics['loss'].value:g}; skipped in a row {self.state.skipped_in_a_row} of "
+            f"warning: step {self.state.step + 1}: optimizer step skipped, weights unchanged: NaN or infinity {where}"
+            f"{error.about}; loss {error.loss:g}; skipped in a row {self.state.skipped_in_a_row} of "
             f"{self.max_skipped_steps} allowed"
         )
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from megagrpo.policy.critic import Critic
 from megagrpo.policy.find_nan import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.moe.routing_replay import route_shape
-from megagrpo.policy.reference import FrozenModel, Reference, kl_by_sample
+from megagrpo.policy.reference import Reference, kl_by_sample, sums_by_sample
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.policy.teacher import Teacher
 from megagrpo.records.rows.recorder import Recorder, Update
@@ -59,7 +58,7 @@ class Learning:
 
     config: RunConfig
     policy: MegatronPolicy
-    reference: FrozenModel | None
+    reference: Reference | None
     loss_fn: LossFn
     state: TrainState
     recorder: Recorder
@@ -185,8 +184,11 @@ class Learning:
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference
         ones for the KL term. A KL in the reward and a loss that compares the whole step need both. With
-        `routing_replay: trainer` the pass for the old ones records the routes of all later passes."""
+        `routing_replay: trainer` the pass for the old ones records the routes of all later passes. None are added while
+        only the critic learns, from rewards alone."""
         algorithm = self.config.algorithm
+        if not (self.teaches_policy or algorithm.kl_in_reward):
+            return batch
         with self.phases("logprobs"):
             if self.config.rollout.routing_replay == "trainer":
                 batch = self.policy.replay.recorded(batch, self.policy.logprobs)
@@ -232,33 +234,38 @@ class Learning:
             adapt_bonus(self.state, values_of(update.metrics), algorithm)
         self.recorder.after_update(update)
 
-    def judged(self, batches: list[TrainBatch]) -> tuple[list[TrainBatch], dict[str, float]]:
-        """Return the batches with the critic's advantages in place of their rewards, and its metrics; unchanged without
-        a critic."""
+    def judged(
+        self, batches: list[TrainBatch], advantages: Tensor, of_turns: np.ndarray | None
+    ) -> tuple[list[TrainBatch], Tensor, np.ndarray | None, dict[str, float]]:
+        """Return the batches with the critic's advantages in place of their rewards, the mean advantage [N] of each
+        trajectory's tokens, and the critic's metrics; without a critic what is given. Collective."""
         if self.critic is None:
-            return batches, {}
+            return batches, advantages, of_turns, {}
         with self.phases("critic"):
             judged, metrics = self.critic.judged(batches)
+        layout = self.policy.layout
         if self.config.algorithm.kl_in_reward:
-            kl, responses = kl_by_sample(judged, self.policy.layout), sum(batch.num_sequences for batch in judged)
+            kl, responses = kl_by_sample(judged, layout), sum(batch.num_sequences for batch in judged)
             metrics["kl"] = kl.sum().item() / max(responses, 1)
-        return judged, metrics
+        sums, counts = sums_by_sample(judged, layout, lambda m: torch.stack([m.advantages, m.loss_mask.float()]))
+        return judged, sums / counts.clamp(min=1), None, metrics
+
+    @property
+    def teaches_policy(self) -> bool:
+        """Whether the policy learns in this step: not while only the critic does."""
+        return self.critic is None or self.state.step >= self.config.algorithm.critic.warmup_steps
 
     def teach_critic(self, batch: TrainBatch) -> dict[str, Metric]:
-        """Take an optimizer step of the critic, if any. Returns its metrics."""
+        """Take an optimizer step of the critic, if any. Returns its metrics. Raises NonFiniteError."""
         return {} if self.critic is None else self.critic.learn(batch)
-
-    def step_policy(self) -> dict[str, Metric]:
-        """Take the policy's optimizer step; not while only the critic learns."""
-        warms_up = self.critic is not None and self.state.step < self.config.algorithm.critic.warmup_steps
-        return {} if warms_up else self.policy.update()
 
     def move_reference(self) -> None:
         """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""
         algorithm = self.config.algorithm
-        if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
-            # of all frozen models only the policy's own copy can move towards it
-            cast(Reference, self.reference).mix_in(algorithm.ref_model_mixup_alpha)
+        if not self.reference or not algorithm.sync_ref_model:
+            return
+        if (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
+            self.reference.mix_in(algorithm.ref_model_mixup_alpha)
 
 
 def load_policy(
@@ -298,11 +305,22 @@ def load_policy(
 
 
 def load_critic(config: RunConfig, layout: Layout, model: ModelFiles, progress: Progress) -> Critic:
-    """Build the critic, with the policy's first weights and values of 0. Collective. Raises ConfigError."""
+    """Build the critic: with the weights of its own model, or the policy's first ones, and with the values of a reward
+    model, or 0. Collective. Raises ConfigError."""
+    own = model.critic
+    folder, shape = (model.folder, model.hf_config) if own is None else (own.folder, own.hf_config)
+
+    def load() -> Tensor | None:
+        try:
+            return load_hf(critic.chunks, shape, folder, layout, progress, scalar=True)
+        except ValueError as error:
+            raise error if own is None else ValueError(f"algorithm.critic.path: {error}") from None
+
     with as_config_errors():
-        critic = Critic(config, layout, model.hf_config)
-        run_own_and_agree(layout, lambda: load_hf(critic.chunks, model.hf_config, model.folder, layout, progress))
-    critic.weights_changed()
+        critic = Critic(config, layout, shape)
+        head = run_own_and_agree(layout, load)
+        fill_adapters(critic.chunks, shape, layout, critic.config.lora, config.run.seed)
+    critic.fill_head(torch.zeros(shape.hidden_size) if head is None else head)
     return critic
 
 

@@ -39,7 +39,7 @@ from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.saving.data_change import DataChange, data_change
 from megagrpo.trainer.saving.run_folder import RunFolder, open_run_folder
-from megagrpo.trainer.teachers import TeacherFiles, teacher_files
+from megagrpo.trainer.teachers import TeacherFiles, model_files, teacher_files
 from megagrpo.types import SamplingParams
 from megagrpo.weights.bridge.image_facts import processor_of
 from megagrpo.weights.bridge.load import Checkpoint
@@ -55,6 +55,7 @@ class ModelFiles:
     dtype: torch.dtype
     reference_folder: Path | None
     teachers: list[TeacherFiles | None]
+    critic: TeacherFiles | None = None  # with `algorithm.critic.path`
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,10 @@ def read_inputs(
     teachers = run_own_and_agree(
         layout, lambda: teacher_files(named, hf_config, layout, tokenizer, config.longest_sequence)
     )
-    model = ModelFiles(model_folder, hf_config, dtype, reference_folder, teachers)
+    key, path = "algorithm.critic.path", config.algorithm.critic.path
+    of_critic = (lambda: model_files(key, path, hf_config, layout, tokenizer, True)) if path else lambda: None
+    critic = run_own_and_agree(layout, of_critic)
+    model = ModelFiles(model_folder, hf_config, dtype, reference_folder, teachers, critic)
     tokenizers = tokenizer, reader
     of_model = tokenizers, hf_config.vocab_size, layout, resources
     given, (config, data) = config, (read_data or _read_data)(config, base_folder, *of_model)

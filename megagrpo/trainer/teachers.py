@@ -41,17 +41,20 @@ def teacher_files(
     return [
         None
         if section.is_own or section.urls
-        else _files(f"algorithm.teacher.{number}.path", str(section.path), policy, layout, tokenizer)
+        else model_files(f"algorithm.teacher.{number}.path", str(section.path), policy, layout, tokenizer)
         for number, section in enumerate(sections)
     ]
 
 
-def _files(key: str, path: str, policy: HfConfig, layout: Layout, tokenizer: Tokenizer | None) -> TeacherFiles:
-    folder = resolve_model(path, key)
-    hf_config, fix = load_hf_config(folder), "name a teacher with the policy's tokens"
+def model_files(
+    key: str, path: str, policy: HfConfig, layout: Layout, tokenizer: Tokenizer | None, scores: bool = False
+) -> TeacherFiles:
+    """Return the files of a model that reads the policy's tokens; with `scores` it may be a reward model. Raises
+    ValueError like `teacher_files`."""
+    folder = resolve_model(path, key, scores)
+    hf_config, fix = load_hf_config(folder, scores), "name a model with the policy's tokens"
     if hf_config.vocab_size != policy.vocab_size:
-        sizes = f"{hf_config.vocab_size} tokens, the policy {policy.vocab_size}"
-        raise ValueError(f"{key}: {folder} has {sizes}: distributions over them cannot be compared; {fix}")
+        raise ValueError(f"{key}: {folder} has {hf_config.vocab_size} tokens, the policy {policy.vocab_size}; {fix}")
     if tokenizer and (folder / "tokenizer_config.json").exists():
         for i, (own, other) in enumerate(zip(tokenizer.pieces(), load_tokenizer(folder).pieces(), strict=False)):
             if own != other:

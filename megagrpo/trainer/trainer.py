@@ -43,7 +43,7 @@ class Trainer(Loop):
             advantages = learning.advantages(samples)
             of_turns = learning.turn_advantages(samples, advantages)
             batches = learning.batches(samples, advantages, of_turns)
-            batches, judged = learning.judged(batches)
+            batches, advantages, of_turns, judged = learning.judged(batches, advantages, of_turns)
             metrics |= judged
             if algorithm.kl_in_reward and not algorithm.has_critic:
                 advantages, batches, metrics["kl"] = learning.with_kl_in_reward(samples, batches)
@@ -52,9 +52,10 @@ class Trainer(Loop):
             recorders.begin(trained)
             for batch in batches * algorithm.num_iterations:
                 with learning.update(batch) as update:
-                    of_critic = learning.teach_critic(update.batch)
-                    gradients = learning.policy.backward(update.batch, update.loss_fn, update.denominator)
-                    update.metrics = of_critic | gradients | learning.step_policy()
+                    update.metrics = learning.teach_critic(update.batch)
+                    if learning.teaches_policy:
+                        gradients = learning.policy.backward(update.batch, update.loss_fn, update.denominator)
+                        update.metrics |= gradients | learning.policy.update()
                 updates.append(update.metrics)
             learning.policy.finish_updates()
             metrics |= reduce_updates(updates) | reduce_updates([batch.packing for batch in batches])

@@ -49,6 +49,12 @@ LOSSES: dict[str, dict[str, Any]] = {
     ),
     "top entropy, bonus": dict(loss_type="dapo", beta=0.1, entropy_coef=0.5, top_entropy_quantile=0.5),
 }
+LOSSES["dapo, critic"] = dict(
+    loss_type="dapo",
+    beta=0.0,
+    advantage_estimator="gae",
+    critic=dict(learning_rate=1e-2, gamma=0.97, gae_lambda=0.9, value_clip=None),
+)
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {},

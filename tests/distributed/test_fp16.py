@@ -11,6 +11,7 @@ from tiny_policy import tiny_model, tiny_run
 from megagrpo.data.packing.sample_packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.device_checks import check_device
+from megagrpo.policy.find_nan import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import loss_scale
 from megagrpo.proof.verify.shrink import random_samples
@@ -43,6 +44,25 @@ def test_models_beyond_the_range_of_fp16_are_refused(model, message):
     with pytest.raises(ValueError, match=f"^model.precision: {message}.*; set it to bf16$"):
         check_device(tiny_run(model=dict(precision="fp16")), tiny_model(model))
     check_device(tiny_run(model=dict(precision="fp16")), tiny_model("qwen3_moe"))
+
+
+def exhausted() -> str:
+    """What is said of gradients that overflow fp16 at the smallest scale, which the first pass halves to."""
+    loss_scale.FIRST_SCALE = 2.0
+    config, hf_config = tiny_run(model=dict(precision="fp16")), tiny_model("llama_tied")
+    layout = init_layout(config.parallel)
+    policy = MegatronPolicy(config, layout, hf_config)
+    fill_weights(policy, hf_config, layout)
+    policy.weights_changed()
+    batch = pack(random_samples(), packing_rules(config, policy.shares_prompts))
+    with pytest.raises(NonFiniteError) as error:
+        policy.backward(batch, policy_gradient, 1e-9)
+    return str(error.value)
+
+
+def test_an_overflow_at_the_smallest_scale_is_named():
+    (said,) = run_ranks(exhausted, 1)
+    assert "beyond fp16's range at the smallest loss scale 1: set model.precision to bf16; the loss is" in said
 
 
 @pytest.mark.parametrize("parallel", usual([{}, dict(tp=2, sequence_parallel=True), dict(pp=2)], 0), ids=str)

@@ -10,7 +10,7 @@ from tiny_policy import Case, few_samples, tiny_model, tiny_run
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.top_logprobs import top_logprobs
-from megagrpo.policy.reference import FrozenModel, Reference
+from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.verified_step import prepare
 
 K = 6
@@ -42,8 +42,8 @@ def scores(parallel: dict):
     and whether the labels' log-probs are among the top ones where their ids are. None outside the last stage."""
     config = tiny_run(parallel, rollout=dict(temperature=0.8), algorithm=dict(beta=0.1))
     policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), few_samples())
-    reference: FrozenModel = Reference(policy)
-    rows = reference.logprobs(batch), reference.entropies(batch), reference.top_logprobs(batch, K)
+    reference = Reference(policy)
+    rows = reference.logprobs(batch), policy.entropies(batch), reference.top_logprobs(batch, K)
     if rows[0][0] is None:
         assert all(row is None for of_kind in rows for row in of_kind)
         return None
@@ -90,7 +90,7 @@ def whole_distribution() -> tuple[list[float], list[float]]:
     config = tiny_run({}, rollout=dict(temperature=0.8), algorithm=dict(beta=0.1))
     policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), few_samples())
     reference, by_head, by_model = Reference(policy), [], []
-    rows = reference.logprobs(batch), reference.entropies(batch), reference.top_logprobs(batch, K)
+    rows = reference.logprobs(batch), policy.entropies(batch), reference.top_logprobs(batch, K)
     for m, head, logprobs, entropy, top in zip(batch.micro_batches, reference.heads(batch), *rows, strict=True):
         logits = head.hidden.double() @ head.weight[: policy.hf_config.vocab_size].double().t() / 0.8
         log_p, mask = logits.log_softmax(-1), m.loss_mask

@@ -122,15 +122,25 @@ def critic_problems(config: RunConfig) -> Iterator[Problem]:
                 yield Problem((f"algorithm.critic.{name}", key), f"{value} {reason}")
         return
     for other, excluded, fix in (
-        ("lora.rank", config.lora.enabled and config.lora.rank, "set it to 0"),
-        ("model.base_storage", config.model.base_storage != "none" and config.model.base_storage, "set it to none"),
         ("multi_turn.agent", bool(config.multi_turn.roles) and "roles", "choose grpo"),
         ("algorithm.advantage_by", a.advantage_by not in ("trajectory", "turn") and a.advantage_by, "set it to turn"),
-        ("debug.dump_steps", config.debug.dump_steps, "leave it empty: audit has no critic"),
-        ("rollout.routing_replay", config.rollout.routing_replay != "off" and "replay", "set it to off"),
+        # forced tokens split a turn in two, each of which would earn the turn's reward
+        (
+            "rollout.max_thinking_tokens",
+            a.advantage_by == "turn" and config.rollout.max_thinking_tokens,
+            "leave it out",
+        ),
     ):
         if excluded:
             yield Problem((other, key), f"{excluded} is not supported with advantage_estimator gae; {fix}")
+    warmup, steps = ("algorithm.critic.warmup_steps", a.critic.warmup_steps), config.run.max_steps
+    if steps is not None and warmup[1] >= steps:
+        yield Problem(
+            (warmup[0], "run.max_steps"), f"{warmup[1]} leaves no step of {steps} in which the policy learns; lower it"
+        )
+    if early := [step for step in config.debug.dump_steps if step <= warmup[1]]:
+        reason = f"{early[0]} is a step in which only the critic learns; name one after critic.warmup_steps {warmup[1]}"
+        yield Problem(("debug.dump_steps", warmup[0]), reason)
 
 
 def turn_problems(config: RunConfig) -> Iterator[Problem]:

@@ -23,6 +23,9 @@ ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_p
 
 
 class CriticSection(Section):
+    path: str | None = None
+    """The critic's model, as `model.path` names one: with the policy's tokens, or a reward model, whose head it keeps.
+    Empty: the policy's weights, and values of 0."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of the critic; everything else is as in `train`."""
     gamma: Fraction = 1.0
@@ -32,7 +35,8 @@ class CriticSection(Section):
     critic_lambda: Annotated[float, Field(ge=0, le=1)] | None = None
     """`gae_lambda` of the returns that the critic learns (VC-PPO); the same when empty."""
     length_adaptive_alpha: PositiveFloat | None = None
-    """A response of l tokens gets the gae_lambda 1 - 1 / (alpha l) (VAPO, with 0.05); the same for all when empty."""
+    """A response of l tokens, or turns, gets the gae_lambda 1 - 1 / (alpha l) (VAPO, with 0.05); all the same when
+    empty."""
     value_clip: PositiveFloat | None = 0.2
     """How far a value may move from the one before the step in the critic's loss; any distance when empty."""
     warmup_steps: NonNegativeInt = 0

@@ -16,7 +16,7 @@ from megagrpo.families.shared.recurrence import Mamba2
 from megagrpo.planner.costs.engine_memory import GIB, ServerMemory
 from megagrpo.planner.costs.gpu_specs import GPUS_PER_NODE
 from megagrpo.planner.costs.shapes import Stage, layer_route_bytes, num_parameters, stages_of
-from megagrpo.planner.costs.teacher_costs import teacher_memory
+from megagrpo.planner.costs.teacher_costs import critic_memory, teacher_memory
 from megagrpo.planner.costs.tower_costs import tower_activations, tower_bytes, tower_shape
 from megagrpo.planner.costs.workload import Bundle, responses_together, step_samples
 
@@ -82,7 +82,7 @@ def _stage_memory(
     }
     if config.lora.enabled and config.model.reference_path is not None:
         resident["reference"] = resident["weights"]
-    resident |= _critic_memory(config, resident)
+    resident |= critic_memory(config, stage, sum(resident[part] for part in ("weights", "gradients", "optimizer")))
     teachers, teacher_hidden = teacher_memory(config, model, stage.index, _responses(config, dp))
     resident |= teachers
     if tower := tower_bytes(config, model, stage):
@@ -115,12 +115,6 @@ def _stage_memory(
         "sync": resident | {"staging": sent},
     }
     return {phase: {part: size / GIB for part, size in parts.items()} for phase, parts in phases.items()}
-
-
-def _critic_memory(config: RunConfig, of_policy: dict[str, float]) -> dict[str, float]:
-    """Return the bytes of the critic, a second model like the policy."""
-    parts = ("weights", "gradients", "optimizer")
-    return {"critic": sum(of_policy[part] for part in parts)} if config.algorithm.has_critic else {}
 
 
 def _route_bytes(config: RunConfig, model: HfConfig, dp: int, stage: Stage, gpu: bool) -> float:

@@ -44,6 +44,13 @@ class LossScale:
         for chunk in chunks if self.value != 1 else ():
             chunk.scale_gradients(1 / self.value)
 
+    @property
+    def exhausted(self) -> str:
+        """What to say of an overflow at the smallest scale; empty at others."""
+        if self._scaler is None or self.value > LEAST_SCALE:
+            return ""
+        return f", beyond fp16's range at the smallest loss scale {LEAST_SCALE:g}: set model.precision to bf16"
+
     def metrics(self) -> dict[str, Metric]:
         """Return `train/loss_scale`; nothing where the scale is always 1."""
         return {} if self._scaler is None else {"train/loss_scale": Metric(self.value, reduce="last")}

@@ -19,8 +19,6 @@ from megagrpo.proof.audit.recompute import balancing_slope, dumped_columns, mode
 from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
 from megagrpo.proof.audit.tolerances import TOLERANCES
 
-LEAST_VARIANCE = 1e-8  # added to the variance of advantages that are scaled
-
 
 @dataclass(frozen=True)
 class Critic:
@@ -59,7 +57,7 @@ def check_critic(step: Step, rewards: Sequence[float], rows: Sequence[Rows]) -> 
     if step.config.algorithm.scale_rewards != "none":
         counted = [row for row, s in zip(advantages, step.samples, strict=True) if not step.is_masked(s)]
         every = torch.cat(counted)
-        scale = (every.var(unbiased=False) + LEAST_VARIANCE).sqrt()
+        scale = (every.var(unbiased=False) + 1e-8).sqrt()
         advantages = [(row - every.mean()) / scale for row in advantages]
     for of in rows:
         limits = tolerances.token, tolerances.average * size, size

@@ -18,6 +18,7 @@ from megagrpo.families.weight_sources import INDEX, SINGLE, weight_files_problem
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.platform.process.terminal import warn
+from megagrpo.policy.layers.scalar_head import SCORE
 from megagrpo.weights.blocks.parameter_blocks import blocks, fill, tensor_names
 from megagrpo.weights.files.file_checksums import check_inside
 from megagrpo.weights.files.tensor_files import METADATA_KEY, Entry, TensorFile, dtype_name, first_bad, make_header
@@ -33,15 +34,27 @@ _OTHER = "config.json and the weights belong to different models, or are incompl
 
 @torch.no_grad()
 def load_hf(
-    chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, layout: Layout, progress: Progress = SILENT
-) -> None:
+    chunks: list[nn.Module],
+    hf_config: HfConfig,
+    folder: str | Path,
+    layout: Layout,
+    progress: Progress = SILENT,
+    scalar: bool = False,
+) -> Tensor | None:
     """Fill all parameters of `chunks` from safetensors in `folder`, cast to their dtypes. `progress` counts tensors.
+    With `scalar` the folder may hold a reward model: its head [H] is returned, and the LM head that it lacks is 0.
 
     Raises ValueError, naming file and tensor, when a file is damaged, or a tensor is missing or of another shape. The
     same error is raised for a tensor without a place on any rank, and for NaN or infinity in this rank's slices.
     """
     parameters = list(blocks(chunks, hf_config, layout))
     checkpoint = Checkpoint(folder)
+    head = checkpoint.take_score(hf_config) if scalar else None
+    if head is not None and (lm_head := embedding_and_head(hf_config)[1]) not in checkpoint.where:
+        unused = [param for _, param, of in parameters if of[0].name == lm_head]
+        parameters = [one for one in parameters if one[2][0].name != lm_head]
+        for param in unused:
+            param.data.zero_()
     checkpoint.check([block for _, _, parameter_blocks in parameters for block in parameter_blocks], hf_config)
     if layout.world_rank == 0:
         checkpoint.check_head(hf_config)
@@ -51,6 +64,7 @@ def load_hf(
         for _, param, parameter_blocks in parameters:
             fill(param, parameter_blocks, checkpoint.read)
             task.advance()
+    return head
 
 
 _ROWS = 4096  # rows compared at once
@@ -112,6 +126,18 @@ class Checkpoint:
             if extra := [name for name in opened.entries if self.where.get(name) != file]:
                 holds = f"{self.folder / file} holds {_list(extra)}, which {INDEX} does not list for this file"
                 raise ValueError(f"model: {holds}; {fix}")
+
+    def take_score(self, hf_config: HfConfig) -> Tensor | None:
+        """Return the head [H] of a reward model, and forget it as a tensor of the files; None for another model. Raises
+        ValueError for a head with another number of scores than one."""
+        if SCORE not in self.where:
+            return None
+        score, shape = self.tensor(SCORE).float(), (1, hf_config.hidden_size)
+        if score.shape != shape or not score.isfinite().all():
+            what = "holds NaN or infinity" if score.shape == shape else f"has shape {tuple(score.shape)}, not {shape}"
+            raise ValueError(f"model: {SCORE} in {self.folder / self.where[SCORE]} {what}; a critic needs one score")
+        self.where = {name: file for name, file in self.where.items() if name != SCORE}
+        return score[0]
 
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
         """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape.

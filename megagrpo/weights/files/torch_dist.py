@@ -179,7 +179,11 @@ class StoredTensors:
     @property
     def has_tower(self) -> bool:
         """Whether the model's vision tower was trained: checkpoints hold no frozen one."""
-        return any(key.startswith(f"{TOWER}.") for key in self.metadata.state_dict_metadata)
+        return self.has_part(TOWER)
+
+    def has_part(self, name: str) -> bool:
+        """Whether keys begin with `name` and a dot."""
+        return any(key.startswith(f"{name}.") for key in self.metadata.state_dict_metadata)
 
     def dtype(self, key: str) -> torch.dtype:
         return self._tensor(key).properties.dtype

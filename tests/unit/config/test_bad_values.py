@@ -105,14 +105,21 @@ def test_a_value_that_nothing_could_run_with_is_refused(path, override):
     ("override", "said"),
     [
         ("model.fp8_recipe=tensorwise", "fp16 does not support model.fp8_recipe tensorwise; choose none, or bf16"),
+        ("model.base_storage=nf4", "fp16 does not support model.base_storage nf4; choose none, or bf16"),
         ("rollout.quantization=fp8_per_channel", "vLLM computes rollout.quantization fp8_per_channel in bf16;"),
+        ("parallel={ep: 2, expert_dispatcher: deepep}", "deepep sends bf16 only, but model.precision is fp16; choose"),
+        ("train.overlap=[tp]", "needs bf16, but model.precision is fp16"),
+        ("train.overlap=[experts]", "needs bf16, but model.precision is fp16"),
     ],
 )
 def test_fp16_excludes_what_computes_in_bf16(path, override, said):
-    assert said in refusal(path, "model.precision=fp16", "algorithm.importance_correction=token_mask", override)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["model.precision=fp16", "algorithm.importance_correction=token_mask", override])
+    assert said in str(caught.value)
 
 
-GAE = "algorithm.advantage_estimator=gae"
+GAE, WARM = "algorithm.advantage_estimator=gae", "algorithm.critic.warmup_steps=8"
+TURNS = "multi_turn={scheduler: math_tip_trick}"
 
 
 @pytest.mark.parametrize(
@@ -123,8 +130,13 @@ GAE = "algorithm.advantage_estimator=gae"
             "algorithm.critic.gamma: 0.9 only applies with",
         ),
         (["rollout.num_generations=1"], "rollout.num_generations: must be at least 2 (got 1)"),
-        ([GAE, "lora.rank=8"], "lora.rank: 8 is not supported with"),
-        ([GAE, "debug.dump_steps=[1]"], "debug.dump_steps: [1] is not supported with"),
+        ([GAE, "algorithm.advantage_by=state", TURNS], "algorithm.advantage_by: state is not supported with"),
+        ([GAE, "algorithm.critic.gamma=1.5"], "algorithm.critic.gamma: must be at most 1 (got 1.5)"),
+        ([GAE, "algorithm.critic.gae_lambda=-0.1"], "algorithm.critic.gae_lambda: must be at least 0 (got -0.1)"),
+        ([GAE, "algorithm.critic.value_clip=0"], "algorithm.critic.value_clip: must be greater than 0 (got 0)"),
+        ([GAE, "algorithm.critic.learning_rate=0"], "algorithm.critic.learning_rate: must be greater than 0"),
+        ([GAE, WARM, "run.max_steps=8"], "algorithm.critic.warmup_steps: 8 leaves no step of 8 in which the policy"),
+        ([GAE, WARM, "run.max_steps=9", "debug.dump_steps=[9,8]"], "debug.dump_steps: 8 is a step in which only the"),
     ],
 )
 def test_a_critic_needs_gae_and_gae_what_a_critic_can(path, overrides, said):
