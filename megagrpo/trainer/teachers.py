@@ -52,7 +52,8 @@ def model_files(
     """Return the files of a model that reads the policy's tokens; with `scores` it may be a reward model. Raises
     ValueError like `teacher_files`."""
     folder = resolve_model(path, key, scores)
-    hf_config, fix = load_hf_config(folder, scores), "name a model with the policy's tokens"
+    hf_config = load_hf_config(folder, scores)
+    fix = f"name a {'critic' if scores else 'teacher'} with the policy's tokens"
     if hf_config.vocab_size != policy.vocab_size:
         raise ValueError(f"{key}: {folder} has {hf_config.vocab_size} tokens, the policy {policy.vocab_size}; {fix}")
     if tokenizer and (folder / "tokenizer_config.json").exists():

@@ -27,7 +27,7 @@ def teacher_problems(config: RunConfig, model: HfConfig, fetch: bool) -> Iterato
             continue
         if shape.vocab_size != model.vocab_size:
             reason = f"{path} has {shape.vocab_size} tokens, the policy {model.vocab_size}"
-            yield Problem((key,), f"{reason}; name a model with the policy's tokens")
+            yield Problem((key,), f"{reason}; name a {'critic' if 'critic' in key else 'teacher'} with its tokens")
         for problem in model_problems(shape, config.parallel):
             yield Problem((key,), f"in the policy's layout: {problem.text}")
 
