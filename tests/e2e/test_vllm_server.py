@@ -17,7 +17,7 @@ import torch
 
 from megagrpo.config import TeacherSection
 from megagrpo.data.packing.sample_packing import PackingRules, pack
-from megagrpo.data.tokens.tokenizer import HuggingFaceTokenizer
+from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http.protocol import EngineDeadError, EngineError, EngineStartError, derive_seed
 from megagrpo.engine.served_teacher import ServedTeacher
@@ -269,7 +269,7 @@ def test_a_served_teacher_says_what_transformers_computes(fresh, monkeypatch, ca
             torch.testing.assert_close(top.logprobs[tokens].double(), best.values, rtol=0, atol=1e-3)
             labels = torch.tensor(response)[:, None]
             torch.testing.assert_close(row[tokens].double(), expected.gather(1, labels)[:, 0], rtol=0, atol=1e-3)
-    tokenizer = HuggingFaceTokenizer(tokenizer_of_threes(), ())
+    tokenizer = Tokenizer(tokenizer_of_threes())
     alone = replace(served(url, name), section=TeacherSection(path=name, urls=[url], over=5))
     alone.check(tokenizer, 100)
     for changed, longest, problem in (
