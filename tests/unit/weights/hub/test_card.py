@@ -25,16 +25,12 @@ rewards:
     - {function: /home/me/secret/mine.py:brevity}
 train: {learning_rate: 2e-5}
 """
-EVALUATIONS = [
-    {"step": 0, "eval/reward": 0.25, "eval/pass@1": 0.25},
-    {"step": 3, "eval/reward": 0.75, "eval/pass@1": 0.8, "eval/x": 1},
-]
 
 
 def steps(count: int) -> list[dict]:
-    own = {"rewards/accuracy/mean": 0.5, "rewards/brevity/mean": 0.125, "completions/mean_length": 12.5}
+    own = {"rewards/brevity/mean": 0.125, "completions/mean_length": 12.5}
     return [
-        {"step": i, "wall_time": 1.0, "reward": i / 10, "reward_std": 0.2, "kl": 0.01, **own}
+        {"step": i, "wall_time": 1.0, "reward": i / 10, "reward_std": 0.2, "rewards/accuracy/mean": i / 8, **own}
         for i in range(1, count + 1)
     ]
 
@@ -44,7 +40,7 @@ def make_run(folder, config: str = CONFIG, lines: list | None = None):
     (folder / "run.yaml").write_text(config)
     run = folder / "runs" / "sums"
     save_resolved(load_config(folder / "run.yaml"), run)
-    lines = [*steps(5), *EVALUATIONS] if lines is None else lines
+    lines = steps(5) if lines is None else lines
     (run / "metrics.jsonl").write_text(
         "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
     )
@@ -77,15 +73,12 @@ def test_the_metadata_names_base_model_data_and_library(written):
     }
 
 
-def test_the_card_shows_rewards_curve_and_evaluation_up_to_the_checkpoint(written):
+def test_the_card_shows_the_rewards_at_the_checkpoint(written):
     assert "A model that started from `Qwen/Qwen3-0.6B`, trained for 3 steps of GRPO by megagrpo." in written
     assert rows(written, "reward |") == [
-        ["`accuracy`", "`accuracy`", "0.5", "0.5"],
+        ["`accuracy`", "`accuracy`", "0.5", "0.375"],
         ["`brevity`", "`mine.py:brevity`", "1", "0.125"],
     ]
-    # not steps 4 and 5
-    assert rows(written, "step | reward") == [[str(i), f"0.{i}", "0.2", "12.5", "0.01"] for i in (1, 2, 3)]
-    assert rows(written, "held-out") == [["`reward`", "0.25", "0.75"], ["`pass@1`", "0.25", "0.8"]]
     assert {"megagrpo", "torch", "megatron-core", "transformers"} <= {row[0] for row in rows(written, "package")}
 
 
@@ -98,13 +91,6 @@ def test_the_card_holds_the_config_that_reproduces_it_without_folders_of_the_mac
     assert "secret" not in written and "/data/private" not in written and "10.0.0.7" not in written
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(shown))
     assert load_config(tmp_path / "again.yaml").algorithm == load_config(tmp_path / "run.yaml").algorithm
-
-
-def test_a_long_run_shows_twelve_steps_with_the_first_and_the_last(tmp_path):
-    facts = read_run(make_run(tmp_path, lines=steps(3)))
-    many = type(facts)(facts.config, 100, steps(100), [])
-    shown = [int(row[0]) for row in rows(model_card("x", many, None), "step | reward")]
-    assert len(shown) == 12 and shown[0] == 1 and shown[-1] == 100 and shown == sorted(set(shown))
 
 
 def test_an_adapter_has_the_library_peft_and_names_its_base(tmp_path):
@@ -136,14 +122,14 @@ def test_without_the_runs_folder_the_card_is_shorter(tmp_path, lost):
     text = (tmp_path / "README.md").read_text()
     assert "A model exported from a Megatron checkpoint by megagrpo. Base model: `Qwen/Qwen3-0.6B`." in text
     assert ModelCard(text).data.to_dict()["tags"] == ["megagrpo"]
-    assert "## Versions" in text and "## Reward" not in text and "## Reproduce" not in text
+    assert "## Versions" in text and "## Rewards" not in text and "## Reproduce" not in text
 
 
 def test_a_config_of_another_version_and_damaged_metrics_do_not_stop_an_export(tmp_path):
     checkpoint = make_run(
         tmp_path, lines=["not json\n", "[1]\n", '{"step": 1, "reward": NaN}\n', *steps(2), '{"step": 2, "rew']
     )
-    assert [line["step"] for line in read_run(checkpoint).steps] == [1, 2]
+    assert read_run(checkpoint).last["reward"] == 0.2
     (checkpoint.parents[1] / "resolved.yaml").write_text("removed_key: 1\n")
     assert read_run(checkpoint) is None
     write_card(tmp_path, checkpoint)
@@ -165,7 +151,7 @@ def test_hostile_text_adds_no_markup_no_cells_and_no_metadata(tmp_path):
     values["model"]["path"], values["data"]["train"]["source"] = HOSTILE, HOSTILE
     values["data"]["system_prompt"] = f"```\n{HOSTILE}\n````"
     values["algorithm"]["loss_type"] = f"/x/{HOSTILE.splitlines()[0]}.py:f"
-    lines = [{"step": 1, "reward": 1.0, f"rewards/{HOSTILE}/mean": 1.0}, {"step": 1, f"eval/{HOSTILE}/reward": 1.0}]
+    lines = [{"step": 1, "reward": 1.0, f"rewards/{HOSTILE}/mean": 1.0}]
     checkpoint = make_run(tmp_path, yaml.safe_dump(values), lines)
     write_card(tmp_path, checkpoint)
     text = (tmp_path / "README.md").read_text()
@@ -178,10 +164,9 @@ def test_hostile_text_adds_no_markup_no_cells_and_no_metadata(tmp_path):
         outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", line)
         assert "<" not in outside and "![" not in outside and "`" not in outside, line
     assert [line for line in prose.splitlines() if line.startswith("#")] == [
-        "# `sums`", "## Rewards", "## Reward", "## Evaluation", "## Versions", "## Reproduce",
+        "# `sums`", "## Rewards", "## Versions", "## Reproduce",
     ]  # fmt: skip
-    for header, cells in (("reward |", 4), ("held-out", 2)):
-        assert {len(row) for row in rows(text, header)} == {cells}
+    assert {len(row) for row in rows(text, "reward |")} == {4}
     assert "\x1b" not in text and "\u202e" not in text and hostile not in text
 
 
