@@ -25,8 +25,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.weight_sources import shape_folder
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.sync.trainer_side.send_plan import PlanNews, messages_of
-from megagrpo.sync.wire.forwarding import feeders, heads
+from megagrpo.sync.trainer_side.send_plan import PlanNews, feeders, heads, messages_of
 from megagrpo.sync.wire.messages import rounds
 from megagrpo.sync.wire.rank_boxes import RankBoxes, WorkerBoxes, by_tensor
 

@@ -25,7 +25,7 @@ from megagrpo.config import ParallelSection, RunConfig, load_config
 from megagrpo.data.packing.routed_experts import RouteShape
 from megagrpo.data.packing.sample_packing import PackingRules, build_batch, plan_packing
 from megagrpo.planner.costs.workload import Lengths
-from megagrpo.planner.times.control_plane import control_seconds
+from megagrpo.planner.times.step_times import control_seconds
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.parallel.spawn import run_ranks
 from megagrpo.platform.process.phases import Phases

@@ -16,7 +16,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.weights.blocks.parameter_blocks import blocks
-from megagrpo.weights.blocks.planned_blocks import without_data
+from megagrpo.weights.bridge.megatron_io import without_data
 
 Shapes = dict[str, tuple[int, ...]]
 Holders = dict[str, dict[Box, list[int]]]  # tensor -> box -> the ranks that hold the box

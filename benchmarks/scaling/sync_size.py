@@ -21,7 +21,7 @@ from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.families.shared.boxes import size
 from megagrpo.families.weight_sources import shape_folder
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.sync.wire.forwarding import NO_FEEDER, feeders
+from megagrpo.sync.trainer_side.send_plan import NO_FEEDER, feeders
 from megagrpo.weights.slices.sync_plan import Transfers, plan_transfers
 
 LINK_GB_PER_S = 50.0  # rate into and out of each device: one 400 Gbit/s network card

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,6 @@ from megagrpo.algorithms import policy_losses
 from megagrpo.algorithms.correction import correction_metrics, correction_weights
 from megagrpo.algorithms.custom_loss import load_policy_term
 from megagrpo.algorithms.kl import token_kl
-from megagrpo.algorithms.mismatch import mismatch_metrics
 from megagrpo.algorithms.policy_losses import PolicyTerm, Tokens, importance_ratio, keep_on_policy
 from megagrpo.algorithms.reductions import numerator
 from megagrpo.algorithms.sequences import Sequences, masked_sum
@@ -105,3 +106,35 @@ def ratio_metrics(tokens: Tokens, algorithm: AlgorithmSection) -> dict[str, Metr
         "clip_ratio/high_mean": share(high),
         "clip_ratio/region_mean": share(low | high),
     }
+
+
+def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, Metric]:
+    """Return how far the engine's log-probs are from the trainer's for the same weights: sums and counts over one
+    micro-batch's loss tokens, all [T]; exact when added up over micro-batches and ranks.
+
+    The first four's names and formulas are NeMo-RL's (`nemo_rl/algorithms/loss`, `ClippedPGLossFn`): d = old - rollout
+    per token, m = log((exp(old) + exp(rollout)) / 2), k3(x) = exp(x) - x - 1 (Schulman 2020). The last two are TRL's.
+
+    `token_mult_prob_error`: mean of exp|d|, 1 when the two agree. `gen_kl_error`: k3(d), which estimates KL(engine ||
+    trainer) on tokens that the engine sampled. `policy_kl_error`: k3(-d), the other direction. `js_divergence_error`:
+    the mean of k3(old - m) and k3(rollout - m). `sampling/sampling_logp_difference/mean` and `/max`: |d| in nats.
+    """
+    old, rollout = old_logprobs.detach(), rollout_logprobs
+    difference = old - rollout
+    mixture = torch.logaddexp(old, rollout) - math.log(2)
+    per_token = {
+        "token_mult_prob_error": difference.abs().exp(),
+        "gen_kl_error": _k3(difference),
+        "policy_kl_error": _k3(-difference),
+        "js_divergence_error": (_k3(old - mixture) + _k3(rollout - mixture)) / 2,
+        "sampling/sampling_logp_difference/mean": difference.abs(),
+    }
+    count = loss_mask.sum().float()
+    sums = {name: Metric(torch.where(loss_mask, values, 0.0).sum(), count) for name, values in per_token.items()}
+    largest = torch.where(loss_mask, difference.abs(), 0.0).max()
+    return sums | {"sampling/sampling_logp_difference/max": Metric(largest, count, "max")}
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    """exp(x) - x - 1, with expm1: for the differences of two systems that agree, exp(x) - 1 would be rounding alone."""
+    return log_ratio.expm1() - log_ratio

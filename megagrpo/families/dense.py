@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from megagrpo.families.parts.image_models import LLAMA_SIZES, MISTRAL_SIZES, QWEN_SIZES, around
 from megagrpo.families.parts.llama_table import DENSE, GATE_UP, HAS_HEAD_NORMS, LAYER, QK_NORM, QKV_BIAS, UNGATED
 from megagrpo.families.parts.qwen import UPPER_WINDOWS, upper_windows
 from megagrpo.families.parts.qwen_omni import QWEN2_5_OMNI
@@ -12,7 +12,39 @@ from megagrpo.families.parts.qwen_vl import QWEN2_VL, QWEN3_VL
 from megagrpo.families.shared.architecture import HfConfig, QueryScale
 from megagrpo.families.shared.blocks import same
 from megagrpo.families.shared.family import REQUIRED, Family, Raw, Table, rope, rotates, windows
-from megagrpo.families.shared.wrapper import TEXT_CONFIG, Wrapper
+from megagrpo.families.shared.wrapper import TEXT_CONFIG, Naming, Wrapper
+
+# Keys of transformers' classes that published files leave out of `text_config`.
+LLAMA_SIZES: Raw = dict(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
+LLAMA_SIZES |= dict(vocab_size=32000, tie_word_embeddings=False)
+MISTRAL_SIZES: Raw = LLAMA_SIZES | dict(intermediate_size=14336, num_key_value_heads=8)
+QWEN_SIZES: Raw = LLAMA_SIZES | dict(intermediate_size=22016, num_key_value_heads=32, vocab_size=151936)
+
+_TILES = ("image_grid_pinpoints", "vision_aspect_ratio", "use_image_newline_parameter")
+_LLAVA: dict[str, Any] = dict(
+    ignored=(*_TILES, "image_seq_length", "ignore_index"), untrained=(r"(model\.)?image_newline",), text_ties=True
+)
+# Of the connector. Files hold them in `text_config` too.
+_CONNECTOR = ("scale_factor", "perceiver_config", "pixel_shuffle_factor", "qk_layer_norms", "use_resampler")
+_TEXT_MODEL = Naming("model.text_model.")
+_IDEFICS: dict[str, Any] = dict(
+    prefix=_TEXT_MODEL.decoder, modules=_TEXT_MODEL, ignored=_CONNECTOR, untrained=(r"model\.connector\..+",)
+)
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava": ("LlavaForConditionalGeneration", _LLAVA),
+    "llava_next": ("LlavaNextForConditionalGeneration", _LLAVA),
+    "llava_onevision": ("LlavaOnevisionForConditionalGeneration", _LLAVA),
+    "internvl": ("InternVLForConditionalGeneration", dict(ignored=("downsample_ratio", "image_seq_length"))),
+    "idefics3": ("Idefics3ForConditionalGeneration", _IDEFICS),
+    "smolvlm": ("SmolVLMForConditionalGeneration", _IDEFICS),
+}
+
+
+def around(sizes: Raw, *kinds: str) -> tuple[Wrapper, ...]:
+    """Return the multimodal models `kinds` around the text model of a family, whose class in transformers has `sizes`
+    by default."""
+    return tuple(Wrapper(kind, _KINDS[kind][0], defaults=sizes, **_KINDS[kind][1]) for kind in kinds)
+
 
 # Llama 2, 3 and derived models, for example SmolLM2: the base of the other families.
 LLAMA = Family(

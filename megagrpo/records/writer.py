@@ -5,6 +5,7 @@ A sink that fails is reported once and never stops training.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,10 +19,10 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.terminal import warn
 from megagrpo.records.console import ConsoleSink
 from megagrpo.records.rows.completions import Rows, completion_lines
+from megagrpo.records.rows.jsonl_file import JsonlFile, StoredRows
 from megagrpo.records.rows.recorder import Recorder, TrainedRollouts
 from megagrpo.records.rows.step_metrics import split_layers
 from megagrpo.records.sinks.find_trackers import make_sink
-from megagrpo.records.sinks.jsonl import JsonlSink
 from megagrpo.records.sinks.sink import ServerMetrics, Sink, TrackedRun
 
 CONSOLE, JSONL = "console", "metrics.jsonl and completions.jsonl"
@@ -141,3 +142,38 @@ class CompletionsLog(Recorder):
     def finish(self, rollouts: TrainedRollouts) -> None:
         """Send the lines of the responses that this rank sampled to rank 0, which writes them. Collective."""
         self.writer.completions(rollouts.step, completion_lines(self.layout, rollouts))
+
+
+class JsonlSink:
+    """Writes `metrics.jsonl`, one line per step or evaluation, `completions.jsonl`, one line per rollout, and
+    `messages.jsonl`, one line per message with the last finished step.
+
+    Each call returns after its lines were passed to the kernel.
+    """
+
+    def __init__(self, run: TrackedRun):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = JsonlFile(run.folder / "metrics.jsonl", run.restored_step)
+        self._completions = JsonlFile(run.folder / "completions.jsonl", run.restored_step)
+        self._messages = JsonlFile(run.folder / "messages.jsonl", run.restored_step)
+        self._last_step = run.restored_step
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self._last_step = step
+        self._metrics.append([{"step": step, "wall_time": round(time.time(), 3), **metrics}])
+
+    evaluation = step
+
+    def store(self, lines: Iterable[bytes]) -> StoredRows:
+        """Write the lines of a step's responses, in parts, and return their rows."""
+        return self._completions.store(lines)
+
+    def completions(self, step: int, rows: Rows) -> None:
+        """Do nothing: `store` has written the rows."""
+
+    def message(self, text: str) -> None:
+        self._messages.append([{"step": self._last_step, "wall_time": round(time.time(), 3), "text": text}])
+
+    def close(self, failed: bool = False) -> None:
+        for file in (self._metrics, self._completions, self._messages):
+            file.close()

@@ -10,15 +10,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import batched, groupby
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.arguments import PER_ROLLOUT, column_of
-from megagrpo.rewards.part_rewards import Returned, part_rewards, total, weighted_sum
 from megagrpo.rewards.registry.reward_values import MAX_REWARD, Logged, Parts
 from megagrpo.rewards.registry.target import Signature, Target
 from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
-from megagrpo.types import Rollout, ScoredRollout
+from megagrpo.types import PartRewards, Rollout, ScoredRollout
 
 log = get_logger(__name__)
 _SHOWN = 1000  # characters of a text shown in a failure report
@@ -326,3 +327,49 @@ def _too_large(value: float | None, weight: float) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]} ({len(text)} characters)"
+
+
+class Returned(NamedTuple):
+    """What a reward function returned for a trajectory."""
+
+    name: str
+    per: str  # `RewardFunction.per`
+    weight: float
+    value: float | None  # the reward of the trajectory; None: it could not be scored
+    row: (
+        list[float | None] | None
+    )  # of its turns or tokens, whose sum is `value`; None: the function gave no such rewards
+
+
+def part_rewards(rollout: Rollout, returned: Sequence[Returned]) -> PartRewards | None:
+    """Return the weighted sums of what the functions returned for turns and tokens; None without any."""
+    if all(r.row is None for r in returned):
+        return None
+    whole = [r.weight * r.value for r in returned if r.value is not None and (r.row is None or r.per == "turn")]
+    own = {} if rollout.dialogue is None else rollout.dialogue.rewards
+    whole += [value for value in own.values() if value is not None]
+    by_turn = {r.name: tuple(r.row) for r in returned if r.row is not None and r.per == "turn"}
+    turns: tuple[float | None, ...] = ()
+    if by_turn:
+        weights = [1.0, *(r.weight for r in returned if r.name in by_turn)]
+        schedulers = [turn.reward for sample in rollout.samples for turn in sample.turns]
+        turns = tuple(weighted_sum(values, weights) for values in zip(schedulers, *by_turn.values(), strict=True))
+    rows = [r.weight * np.array(r.row, np.float64) for r in returned if r.row is not None and r.per == "token"]
+    return PartRewards(total(whole), by_turn, turns, rollout.spread(_summed(rows), math.nan) if rows else ())
+
+
+def _summed(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the sum of the rows [n] without their NaN; NaN where all of them are."""
+    table = np.stack(rows)
+    return np.where(np.isnan(table).all(0), math.nan, np.nansum(table, axis=0))
+
+
+def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Return the weighted sum of the known values; None without any."""
+    known = [weight * value for value, weight in zip(values, weights, strict=True) if value is not None]
+    return math.fsum(known) if known else None
+
+
+def total(values: Sequence[float]) -> float:
+    """Return the sum; NaN without any value."""
+    return math.fsum(values) if values else math.nan

@@ -38,7 +38,7 @@ from megagrpo.proof.verify.shrink import random_routes, random_samples, random_t
 from megagrpo.records.rows.dump import StepDumps
 from megagrpo.records.rows.recorder import TrainedRollouts, Update
 from megagrpo.records.rows.step_metrics import values_of
-from megagrpo.rewards.part_rewards import Returned, part_rewards, weighted_sum
+from megagrpo.rewards.scoring import Returned, part_rewards, weighted_sum
 from megagrpo.train_types import Metric, TrainSample, TrainState
 from megagrpo.trainer.policy_update import Learning
 from megagrpo.trainer.rollout.roles import trained_members

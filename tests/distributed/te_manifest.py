@@ -32,9 +32,8 @@ from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.fp8.fp8_settings import Fp8
-from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
 from megagrpo.policy.model_state import sharded_state
-from megagrpo.policy.transformer.transformer_config import ModelOptions
+from megagrpo.policy.transformer.transformer_config import ModelOptions, keep_in_bf16
 from megagrpo.weights.blocks.parameter_blocks import BUFFERS
 from megagrpo.weights.bridge.megatron_io import METADATA
 

@@ -26,7 +26,7 @@ ROWS = {  # file: the beginning of its row
     "megagrpo/environments/programs/listening.py": "the address of [agents]",  # tries the interface
     "megagrpo/platform/rendezvous/store_exchange.py": "the key-value store",
     "megagrpo/rewards/sandbox/sandbox.py": "the sandbox's test",
-    "megagrpo/sync/vllm_side/stores.py": "vLLM's own processes",
+    "megagrpo/sync/vllm_side/engine.py": "vLLM's own processes",
     "examples/trackers/prometheus.py": "the page of",
 }
 OF_LIBRARIES = {  # rows of sockets that torch, NCCL and vLLM open, and of what is no socket of the network

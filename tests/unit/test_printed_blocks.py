@@ -14,8 +14,8 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.records.console import EVALUATION_COLUMNS, STEP_COLUMNS
-from megagrpo.trainer.evaluation.estimators import steps_to
 from megagrpo.trainer.evaluation.offline import TABLE_METRICS, table
+from megagrpo.trainer.evaluation.sets import steps_to
 from tests.unit.test_docs import PAGES, REPOSITORY, source_texts
 
 EXAMPLES = sorted((REPOSITORY / "configs" / "examples").glob("*/README.md"))

@@ -7,6 +7,7 @@ import copy
 import functools
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megagrpo.families.shared.architecture import HfConfig
 from megagrpo.policy.attention.head_norms import UnitNorm
-from megagrpo.policy.attention.shared_keys import borrowed, lend
+from megagrpo.policy.layers.bypass_gradient import detour, leaf_of
 
 
 def _linear(attention: Any, build: Any, config: TransformerConfig, with_keys: bool) -> Any:
@@ -100,3 +101,22 @@ def heads_by_block(base: Any, hf_config: HfConfig) -> Any:
             return self.q_layernorm(query), self.k_layernorm(key), self.value_norm.normalise(key)
 
     return HeadsByBlock
+
+
+Pair = tuple[Tensor, Tensor]  # keys [T, 1, g, d], normed and not rotated, and values
+
+
+def lend(packed: PackedSeqParams, block: int, pair: Pair, recomputes: bool) -> Pair:
+    """Return keys and values of `block`, whose gradients include those of the blocks that `borrowed` them. With
+    `recomputes` a pass with gradients may repeat the block inside an activation checkpoint; the first pass counts."""
+    lent: dict[int, Pair] = vars(packed).setdefault("lent", {})
+    if block not in lent or not (recomputes and torch.is_grad_enabled()):
+        lent[block] = leaf_of(pair[0]), leaf_of(pair[1])
+    key, value = (detour(own, own, leaf) for own, leaf in zip(pair, lent[block], strict=True))
+    return key, value
+
+
+def borrowed(packed: PackedSeqParams, block: int) -> Pair:
+    """Return the keys and values that `block` has lent."""
+    lent: dict[int, Pair] = vars(packed)["lent"]
+    return lent[block]

@@ -5,7 +5,7 @@ an image see each other in both directions."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -24,7 +24,6 @@ from megagrpo.platform.parallel.context import rank_indices
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.images.image_rows import ImageRows
-from megagrpo.policy.images.siglip_tower import SquareTower
 from megagrpo.policy.layers.megatron_modules import layers_of
 from megagrpo.policy.transformer.specs import LAYERS_PER_BLOCK
 from megagrpo.train_types import MicroBatch, moved
@@ -270,3 +269,22 @@ def inputs_of(chunks: Sequence[nn.Module], hf_config: HfConfig, layout: Layout, 
     """Return what the policy reads besides token ids: `images`, if the model has a tower, or nothing. `megagrpo verify`
     makes models without one."""
     return ImageInputs(chunks, hf_config, layout) if images and hf_config.vision is not None else TokensOnly()
+
+
+class SquareTower(nn.Module):
+    """transformers' modules of a whole model's configuration, with their names there. `projector` is the class of the
+    second one."""
+
+    def __init__(self, config: Any, projector: Callable[[Any], nn.Module]):
+        from transformers import AutoModel
+
+        super().__init__()
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = projector(config)
+
+    def forward(self, pixels: Tensor, grid_thw: Tensor) -> Any:
+        """Return an object with the rows [n, H] of images [k, 3, height, width], `pooler_output`, as towers of
+        transformers do. All images have one grid."""
+        made = self.vision_tower(pixel_values=pixels)
+        made.pooler_output = self.multi_modal_projector(made.last_hidden_state).flatten(0, 1)
+        return made

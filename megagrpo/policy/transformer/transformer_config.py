@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import fp8_utils
 from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -20,7 +21,6 @@ from megagrpo.families.shared.family import rope
 from megagrpo.families.shared.recurrence import GatedDelta
 from megagrpo.platform import device
 from megagrpo.policy.fp8.fp8_settings import Fp8
-from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
 from megagrpo.policy.layers.elementwise import xielu
 from megagrpo.policy.transformer.message_overlap import overlap_config
 
@@ -256,3 +256,16 @@ def _routing_kernels(own_choice: bool) -> dict[str, Any]:
     groups or replay routes."""
     here = device.has_gpu() and device.has_transformer_engine()
     return dict(moe_permute_fusion=here, moe_router_fusion=here and not own_choice)
+
+
+def keep_in_bf16(config: TransformerConfig, hybrid_layers: Iterable[int]) -> None:
+    """Make Megatron skip the FP8 context it enters per layer for these hybrid layers, counted from 0 over all stages.
+
+    Megatron itself only supports a number of first and of last layers.
+    """
+    config.bf16_layers = frozenset(hybrid_layers)
+    fp8_utils.is_first_last_bf16_layer = _in_bf16
+
+
+def _in_bf16(config: TransformerConfig, layer_no: int) -> bool:
+    return layer_no in getattr(config, "bf16_layers", ())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from megagrpo.proof.audit import naive_optimizer
+from megagrpo.config import TrainSection
 from megagrpo.proof.audit.audit_compare import NO_TOLERANCE, ROUNDING_TOLERANCE, Check, compare
 from megagrpo.proof.audit.recompute import Recomputed
 from megagrpo.proof.audit.saved import DumpedUpdate, Sampled, Step, following
@@ -26,7 +27,7 @@ def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterat
     train, number = step.config.train, update.steps_before
     total = step.config.run.num_steps * step.config.algorithm.updates_per_step
     if "grad_norm" in update.metrics and number is not None and not train.own_schedule:
-        rate = naive_optimizer.learning_rate(number + 1, train, total)
+        rate = learning_rate(number + 1, train, total)
         yield compare("learning_rate", [update.metric("learning_rate")], [rate], ROUNDING_TOLERANCE, lambda _: "", 0.0)
     if reason := _not_recomputed(step, update):
         yield Check("weights after the update", 0, True, 0.0, 0.0, note=f"not recomputed: {reason}")
@@ -59,10 +60,10 @@ def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterat
     added = moved
     if "grad_norm" in update.metrics:
         yield _gradients(step, update, result, sampled)
-        pairs = [(rows, naive_optimizer.is_decayed(name, result.sampled[name].dims)) for name, rows in sampled.items()]
-        moved = [naive_optimizer.movement(rows, number + 1, decays, train, total) for rows, decays in pairs]
-        sizes = [(naive_optimizer.sizes(rows), decays) for rows, decays in pairs]
-        added = [naive_optimizer.movement(rows, number + 1, decays, train, total).abs() for rows, decays in sizes]
+        pairs = [(rows, is_decayed(name, result.sampled[name].dims)) for name, rows in sampled.items()]
+        moved = [movement(rows, number + 1, decays, train, total) for rows, decays in pairs]
+        absolute = [(sizes(rows), decays) for rows, decays in pairs]
+        added = [movement(rows, number + 1, decays, train, total).abs() for rows, decays in absolute]
     expected = joined(moved)
     allowed = UPDATE * expected.abs() + ROUNDING_TOLERANCE * joined(added) + FLOAT32_EPSILON * column("weight").abs()
     moves = column("next_weight") - column("weight")
@@ -82,7 +83,7 @@ def _not_recomputed(step: Step, update: DumpedUpdate) -> str:
 
 def _gradients(step: Step, update: DumpedUpdate, result: Recomputed, sampled: dict[str, Sampled]) -> Check:
     """Compare each tensor's sampled gradient: norm of the difference over norm of the recomputed gradient."""
-    factor = naive_optimizer.clip_factor(result.grad_norm, step.config.train)
+    factor = clip_factor(result.grad_norm, step.config.train)
     expected = {name: factor * result.sampled[name].gradient for name in sampled}
     count = sum(g.numel() for g in expected.values())
     background = BACKGROUND * math.sqrt(sum(g.square().sum().item() for g in expected.values()) / max(count, 1))
@@ -121,8 +122,54 @@ def _chained(
     for index, name in enumerate(("first", "second")):
 
         def after(rows: Sampled, index: int = index, name: str = name) -> Tensor:
-            return naive_optimizer.moments(rows, step.config.train)[index] if taken else getattr(rows, name)
+            return moments(rows, step.config.train)[index] if taken else getattr(rows, name)
 
         dumped, expected = both(after, attrgetter(name))
-        added = torch.cat([after(naive_optimizer.sizes(rows)) for rows in sampled.values()])
+        added = torch.cat([after(sizes(rows)) for rows in sampled.values()])
         yield compare(f"{name} moment of the next update", dumped, expected, ROUNDING_TOLERANCE * added + TINY, locate)
+
+
+# AdamW and the learning-rate schedule, as in the papers and the config's descriptions.
+def learning_rate(number: int, train: TrainSection, total: int) -> float:
+    """Return the rate of optimizer step `number`, from 1: a linear warm-up, then constant, linear or cosine.
+
+    Step `total` + 1, after the last, would have the rate `min_learning_rate`.
+    """
+    warmup = train.warmup(total)
+    if number <= warmup:
+        return train.learning_rate * number / warmup
+    gone = min(1.0, (number - warmup) / (total + 1 - warmup))
+    left = {"constant": 1.0, "linear": 1 - gone, "cosine": (1 + math.cos(math.pi * gone)) / 2}[train.lr_scheduler_type]
+    low = train.learning_rate if train.lr_scheduler_type == "constant" else train.min_learning_rate
+    return low + (train.learning_rate - low) * left
+
+
+def clip_factor(grad_norm: float, train: TrainSection) -> float:
+    """Return the factor on every gradient that limits the global norm to `max_grad_norm`."""
+    return min(1.0, train.max_grad_norm / grad_norm) if train.max_grad_norm and grad_norm else 1.0
+
+
+def is_decayed(name: str, dims: int) -> bool:
+    """Whether weight decay applies: to matrices, not to norms and biases."""
+    return dims > 1 and not name.endswith("bias")
+
+
+def sizes(before: Sampled) -> Sampled:
+    """Return `before` with absolute summands. Moments and movements from it are the scale of their rounding errors."""
+    return replace(before, weight=before.weight.abs(), first=before.first.abs(), gradient=before.gradient.abs())
+
+
+def moments(before: Sampled, train: TrainSection) -> tuple[Tensor, Tensor]:
+    """Return Adam's two moments [n] after the step with gradient `before.gradient`."""
+    first = train.adam_beta1 * before.first + (1 - train.adam_beta1) * before.gradient
+    second = train.adam_beta2 * before.second + (1 - train.adam_beta2) * before.gradient**2
+    return first, second
+
+
+def movement(before: Sampled, number: int, decayed: bool, train: TrainSection, total: int) -> Tensor:
+    """Return [n]: the change that AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) makes to the weights in
+    optimizer step `number`, from 1."""
+    first, second = moments(before, train)
+    mean, square = first / (1 - train.adam_beta1**number), second / (1 - train.adam_beta2**number)
+    decay = train.weight_decay * before.weight if decayed else 0.0
+    return -learning_rate(number, train, total) * (mean / (square.sqrt() + train.adam_epsilon) + decay)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megagrpo.platform.process.terminal import get_logger
-from megagrpo.rewards.functions import implicit_names
 from megagrpo.rewards.functions.program_tests import TEST_COLUMNS, RowTests, read_tests
 from megagrpo.rewards.functions.program_text import is_stub, outline, program_of
 from megagrpo.rewards.functions.text_rewards import text_of
@@ -138,7 +138,7 @@ class CodeExecution:
         outlined = outline(program)
         if outlined is None or not (tests.function or context or "Solution" in outlined.defines):
             return ""
-        return f"{implicit_names.definitions(outlined.unbound)}\n{context}"
+        return f"{definitions(outlined.unbound)}\n{context}"
 
     def _prints(self, program: str, stdin: str, output: str) -> bool:
         ran = run(program, self._limits, stdin=stdin, packages=self.packages)
@@ -157,3 +157,46 @@ def _context(row: dict[str, Any], prompt: Any) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+_MODULES = (
+    "bisect cmath collections copy datetime decimal functools fractions heapq itertools json math operator random re "
+    "statistics string sys time typing"
+).split()
+# A module, then names that are imported from it.
+_IMPORTS = """
+typing Any Callable Deque DefaultDict Dict FrozenSet Generator Generic Iterable Iterator List Literal Mapping NamedTuple
+typing Optional Sequence Set Tuple Type TypeVar Union
+collections ChainMap Counter OrderedDict defaultdict deque namedtuple
+heapq heapify heappop heappush heappushpop heapreplace merge nlargest nsmallest
+bisect bisect_left bisect_right insort insort_left insort_right
+functools cache cmp_to_key lru_cache partial reduce total_ordering
+itertools accumulate chain combinations combinations_with_replacement compress count cycle dropwhile groupby islice
+itertools pairwise permutations product repeat starmap takewhile tee zip_longest
+math ceil comb cos dist e exp factorial fabs floor gcd hypot inf isqrt lcm log log10 log2 nan perm pi prod sin sqrt tan
+math trunc
+string ascii_letters ascii_lowercase ascii_uppercase digits punctuation
+operator add and_ attrgetter itemgetter mul or_ sub xor
+random choice randint shuffle
+decimal Decimal
+fractions Fraction
+dataclasses dataclass field
+abc ABC abstractmethod
+enum Enum
+copy deepcopy
+sys maxsize
+"""
+_CLASSES = {
+    "ListNode": "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val, self.next = val, next\n",
+    "TreeNode": "class TreeNode:\n    def __init__(self, val=0, left=None, right=None):\n"
+    "        self.val, self.left, self.right = val, left, right\n",
+}
+
+
+def definitions(names: Set[str]) -> str:
+    """Return code that defines those of `names` that a site provides; "" for none."""
+    lines = [f"import {module}\n" for module in _MODULES if module in names]
+    for module, *provided in map(str.split, _IMPORTS.strip().splitlines()):
+        if mine := [name for name in provided if name in names]:
+            lines.append(f"from {module} import {', '.join(mine)}\n")
+    return "".join([*lines, *(code for name, code in _CLASSES.items() if name in names)])

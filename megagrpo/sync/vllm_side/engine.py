@@ -7,8 +7,11 @@ completeness before the update ends, and leaves a report. The trainer verifies t
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import logging
+import socket
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -24,7 +27,6 @@ from vllm.platforms import current_platform
 from megagrpo.platform.process.cleanup.ownership import CPU_WORKERS, name_segments_by_owner, owned
 from megagrpo.platform.process.cleanup.parent_death import tie_process_tree
 from megagrpo.platform.rendezvous.store_exchange import clear_frames
-from megagrpo.sync.vllm_side.adapter_wrappers import AdapterWrappers
 from megagrpo.sync.vllm_side.cpu.cpu_kernels import (
     attend_in_float32,
     rotate_all_heads,
@@ -39,10 +41,9 @@ from megagrpo.sync.vllm_side.cpu.cpu_parallelism import (
     use_expert_map,
 )
 from megagrpo.sync.vllm_side.cpu.cpu_routed_experts import return_routed_experts
-from megagrpo.sync.vllm_side.loading import Loading, first_names
+from megagrpo.sync.vllm_side.loading import AdapterWrappers, Loading, first_names
 from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.vllm_side.receiver import Receiver, Worker, receiver_class
-from megagrpo.sync.vllm_side.stores import listen_on_own_address
 from megagrpo.sync.vllm_side.unpacking import register_loader
 from megagrpo.types import WeightSyncError
 
@@ -264,3 +265,38 @@ def refresh_packed_copies(model: nn.Module) -> None:
         first = seen.setdefault(id(weight), module)
         if first is not module and hasattr(first, "cpu_linear"):
             module.cpu_linear = first.cpu_linear
+
+
+MODULES = ("torch.distributed.rendezvous", "vllm.distributed.utils")
+"""The modules that create process groups' stores: torch's for a group's address, vLLM's for data-parallel copies."""
+
+
+def listen_on_own_address() -> None:
+    """Make the stores of this process's groups listen on the address of their rendezvous.
+
+    By itself torch's TCPStore listens on every address, has no password, and lets any host change what the processes of
+    a server tell each other. torch closes the socket passed to it. A second store of this process at the same port
+    shares the first one's server.
+    """
+    for name in MODULES:
+        module: Any = importlib.import_module(name)
+        if not hasattr(module.TCPStore, "__wrapped__"):
+            module.TCPStore = _private(module.TCPStore)
+
+
+def _private(store: Any) -> Any:
+    """Return the class `store` with a constructor that passes a listening socket."""
+
+    @functools.wraps(store, updated=())
+    def construct(host_name: str, port: int, *arguments: Any, is_master: bool = False, **options: Any) -> Any:
+        if is_master and options.get("master_listen_fd") is None:
+            family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
+            try:
+                options["master_listen_fd"] = socket.create_server(
+                    (host_name, port), family=family, backlog=4096
+                ).detach()
+            except OSError:  # this process has a store at this port, or torch reports the port that is taken
+                pass
+        return store(host_name, port, *arguments, is_master=is_master, **options)
+
+    return construct

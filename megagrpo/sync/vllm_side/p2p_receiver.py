@@ -2,7 +2,7 @@
 
 An update has four steps: join the trainer's store, agree with all ranks and workers, plan the messages, and receive
 them. Rounds of messages (`wire/messages.py`) are received in the order of the plan, a few ahead of the loaders. In a
-chain of servers (`wire/forwarding.py`) a worker passes each round on as soon as it has arrived.
+chain of servers (`trainer_side/send_plan.py`) a worker passes each round on as soon as it has arrived.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import comb
 from statistics import fmean
 
 import numpy as np
@@ -19,7 +21,6 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.rewards.math.answers import extractor
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.suggestions import did_you_mean
-from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, steps_to
 from megagrpo.trainer.rollout.collector import NoRollouts
 from megagrpo.trainer.rollout.image_checks import decodable
 from megagrpo.trainer.rollout.sample_metrics import rollout_metrics
@@ -158,3 +159,32 @@ def metrics_of(held_out: HeldOut, samples: StepSamples) -> dict[str, float]:
 
 def passes(reward: float | None, pass_reward: float) -> bool:
     return reward is not None and reward >= pass_reward
+
+
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Return the probability that at least one of k responses passes, when k are drawn from n of which `passed` pass.
+
+    The formula is 1 - C(n - passed, k) / C(n, k), an unbiased estimate for k fresh responses (Chen et al. 2021, arXiv
+    2107.03374, eq. 1). Raises ValueError unless 1 <= k <= n and 0 <= passed <= n.
+    """
+    if not 1 <= k <= n or not 0 <= passed <= n:
+        raise ValueError(f"pass@{k} of {n} responses of which {passed} pass: k must be from 1 to {n}")
+    return 1 - comb(n - passed, k) / comb(n, k)
+
+
+def majority_passes(answers: Sequence[str | None], passed: Sequence[bool]) -> bool:
+    """Whether the most frequent answer passes (Wang et al. 2022, arXiv 2203.11171).
+
+    A response without an answer does not vote. With equal votes the answer that came first wins. The winner passes when
+    the first response with that answer passes.
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return False
+    (winner, _), *_ = votes.most_common(1)
+    return passed[list(answers).index(winner)]
+
+
+def steps_to(n: int) -> list[int]:
+    """Return the values of k for pass@k: 1, 2, 4, ... below n, and n."""
+    return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]

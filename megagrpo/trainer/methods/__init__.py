@@ -1,1 +1,1 @@
-"""Methods beside GRPO, which learn from the responses of rows: each is one file."""
+"""Methods beside GRPO, which learn from the responses of rows."""

@@ -3,22 +3,26 @@ state of random number generators, and a write that each rank can do in the back
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.overrides import TorchFunctionMode
 
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.families.shared.blocks import Block
@@ -27,7 +31,6 @@ from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.transformer.transformer_config import ModelOptions
 from megagrpo.weights.blocks.parameter_blocks import Parameter, blocks
-from megagrpo.weights.blocks.planned_blocks import without_data
 from megagrpo.weights.files.data_only import data_only
 from megagrpo.weights.files.file_checksums import checksums
 from megagrpo.weights.files.gpt_checkpoint import GptKeys, common_state, extra_states
@@ -274,3 +277,23 @@ def _to_host(lists: list[list[tuple[Any, torch.Tensor]]], copy: bool) -> None:
         for i, (item, tensor) in enumerate(tensors):
             tensors[i] = item, tensor.to("cpu", copy=copy)
             del tensor
+
+
+@contextlib.contextmanager
+def without_data() -> Iterator[None]:
+    """Tensors created inside this context have a shape and no data, on any requested device."""
+    with _Alone(), FakeTensorMode():
+        yield
+
+
+class _Alone(TorchFunctionMode):
+    """Skips all-reduces: pipeline stages that share tied embeddings do not make them equal."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return None if func is dist.all_reduce else func(*args, **(kwargs or {}))

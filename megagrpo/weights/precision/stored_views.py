@@ -2,18 +2,92 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megagrpo.families.config_keys import text_config
 from megagrpo.families.shared.precisions import METHOD, QUANTIZATION, precision_problems, quantization
 from megagrpo.weights.precision.compressed import OF_COMPRESSED_PRODUCTS, compressed_views
 from megagrpo.weights.precision.four_bits import four_bit_views
 from megagrpo.weights.precision.fused_experts import FUSED_EXPERTS, fused_views
-from megagrpo.weights.precision.mxfp4 import mxfp4_views
-from megagrpo.weights.precision.scaled_weights import OF_FP8_PRODUCTS, fp8_views
-from megagrpo.weights.precision.view import Get, Stored, View
+from megagrpo.weights.precision.view import Get, Scaled, Slices, Stored, View, groups
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_CODES = 32  # of one exponent
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1; the fourth bit is the sign
+
+
+# `*_blocks` of gpt-oss's experts holds two codes of 4 bits per byte, `*_scales` one exponent per 32 of them, as in
+# `convert_moe_packed_tensors` of transformers.
+def mxfp4_views(config: dict[str, Any], stored: Stored, dtype: torch.dtype) -> dict[str, View]:
+    """Return a view in bfloat16, which holds every value, per tensor of experts [experts, in, out].
+
+    Files hold it as [experts, out, in / 32, 16]. Raises ValueError when exponents do not fit their blocks.
+    """
+    views = {}
+    for blocks, shape in stored.items():
+        name = blocks.removesuffix(_BLOCKS)
+        if name == blocks or (scales := name + _SCALES) not in stored:
+            continue
+        if len(shape) != 4 or shape[3] != _CODES // 2 or stored[scales] != shape[:3]:
+            said = f"{blocks} has shape {shape} and {scales} {stored[scales]}"
+            raise ValueError(f"model: {said}, which is not MXFP4; download the folder again")
+        experts, out, groups, _ = shape
+        read = partial(_read_mxfp4, blocks, scales)
+        views[name] = View(torch.bfloat16, (experts, groups * _CODES, out), (blocks, scales), read)
+    return views
+
+
+def _read_mxfp4(blocks: str, scales: str, get: Get, slices: Slices) -> Tensor:
+    experts, inner, out = slices
+    first = inner.start // _CODES
+    groups = slice(first, -(-inner.stop // _CODES))
+    codes, exponents = (get(name)[experts, out, groups] for name in (blocks, scales))
+    values = torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16)
+    shape = tuple(part.stop - part.start for part in slices)
+    result = torch.empty(shape, dtype=torch.bfloat16)
+    own = slice(inner.start - first * _CODES, inner.stop - first * _CODES)
+    for expert in range(shape[0]):  # bounds the memory
+        pairs = torch.stack([codes[expert] & 0xF, codes[expert] >> 4], dim=-1).flatten(-2)  # [out, groups, 32]
+        exact = torch.ldexp(values[pairs.int()], (exponents[expert].int() - 127)[..., None])
+        result[expert] = exact.to(torch.bfloat16).flatten(-2)[:, own].T
+    return result
+
+
+_SCALE = "_scale_inv"
+OF_FP8_PRODUCTS = ("activation_scale", "input_scale")  # last parts of the names of tensors that products use
+
+
+# DeepSeek-V3's and Qwen3's releases hold `weight` and `weight_scale_inv`: inference/fp8_cast_bf16.py of DeepSeek-V3 and
+# `Fp8Dequantize` of transformers compute codes times scales in float32.
+def fp8_views(config: dict[str, Any], stored: Stored, dtype: torch.dtype) -> dict[str, View]:
+    """Return a view in `dtype` per weight with a scale. Raises ValueError when a scale fits no blocks of its weight."""
+    views = {}
+    for scale, grid in stored.items():
+        name = scale.removesuffix(_SCALE)
+        if name == scale or name not in stored:
+            continue
+        shape = stored[name]
+        block = tuple(config.get("weight_block_size") or shape)
+        blocks = tuple(-(-n // size) for n, size in zip(shape, block, strict=False))
+        if len(shape) != 2 or (grid != blocks and (blocks != (1, 1) or grid not in ((), (1,)))):
+            raise ValueError(
+                f"model: {scale} has shape {grid}, but {name} of shape {shape} has {blocks} blocks of {block}; "
+                "weight_block_size in config.json belongs to another model"
+            )
+        views[name] = View(dtype, shape, (name, scale), partial(_read, name, scale, block, dtype))
+    return views
+
+
+def _read(name: str, scale: str, block: tuple[int, int], dtype: torch.dtype, get: Get, slices: Slices) -> Tensor:
+    codes, scales = get(name)[slices], get(scale)
+    if scales.dim() < 2:  # one
+        scales = scales.reshape(-1, 1).float()
+    row_groups, column_groups = (groups(part, size) for part, size in zip(slices, block, strict=True))
+    return Scaled(lambda rows: codes[rows], scales, row_groups, column_groups, torch.float32).compute(dtype)
 
 
 def views_of(raw: dict[str, Any], stored: Stored, get: Get) -> dict[str, View]:

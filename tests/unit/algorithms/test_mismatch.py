@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megagrpo.algorithms.mismatch import mismatch_metrics
+from megagrpo.algorithms.losses import mismatch_metrics
 
 MEANS = (
     "token_mult_prob_error gen_kl_error policy_kl_error js_divergence_error sampling/sampling_logp_difference/mean"

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from megagrpo.platform.parallel.quantiles import quantile
+from megagrpo.algorithms.entropy import quantile
 from tests.unit.for_each import for_each
 
 SIZES = [(1,), (2,), (0, 3), (1, 1), (5, 0, 7), (100, 1), (40, 41, 42, 0)]

@@ -10,7 +10,7 @@ import torch
 
 from megagrpo.algorithms.advantages import group_advantages, normalized_sum_advantages, reward_statistics
 from megagrpo.algorithms.correction import correction_metrics, correction_weights
-from megagrpo.algorithms.mismatch import mismatch_metrics
+from megagrpo.algorithms.losses import mismatch_metrics
 from megagrpo.algorithms.sequences import Sequences
 from tests.unit.for_each import for_each
 

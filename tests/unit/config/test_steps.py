@@ -5,8 +5,8 @@ import re
 import pytest
 
 from megagrpo.config import ConfigError, ProblemError, load_config
+from megagrpo.planner import layout_notes
 from megagrpo.planner.rules.code_problems import code_problems
-from megagrpo.planner.rules.plan_notes import layout_notes
 from tests.unit.for_each import for_each
 
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"

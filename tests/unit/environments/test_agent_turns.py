@@ -13,7 +13,7 @@ from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.data.tokens.tokenizer import load_tokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.responses import InvalidResponse, find_ending, heard_tokens, read_response
-from megagrpo.environments.agents.text_stream import TextStream
+from megagrpo.environments.agents.seat import TextStream
 from megagrpo.environments.dialogues import DialogueEngine, Dialogues
 from megagrpo.environments.episodes.tool_calls import CALL_OPENING, hermes
 from megagrpo.environments.own_judges import own_judges

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megagrpo.families.hf_config import parse_hf_config
-from megagrpo.policy.images.siglip_tower import SquareTower
+from megagrpo.policy.images.image_inputs import SquareTower
 from tests.distributed.tiny_vision import KINDS
 from tests.family_examples import TINY_SIGLIP
 from tests.unit.families.published_configs import MORE

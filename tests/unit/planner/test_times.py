@@ -27,7 +27,6 @@ from megagrpo.planner.costs.shapes import num_parameters
 from megagrpo.planner.costs.workload import Lengths, average_bundle, expected_lengths, step_samples
 from megagrpo.planner.plan_text import rows_of, times_table
 from megagrpo.planner.times import layout_search
-from megagrpo.planner.times.control_plane import READ_TOKEN_SECONDS, REQUEST_SECONDS, control_seconds, route_bytes
 from megagrpo.planner.times.generation_times import (
     DECODE_BANDWIDTH,
     DECODE_STEP_SECONDS,
@@ -35,8 +34,7 @@ from megagrpo.planner.times.generation_times import (
     Generation,
     exponential_mean,
 )
-from megagrpo.planner.times.gpu_splits import splits_of
-from megagrpo.planner.times.layout_search import USABLE, USABLE_WITH_EXPERTS, _cost, search
+from megagrpo.planner.times.layout_search import USABLE, USABLE_WITH_EXPERTS, _cost, search, splits_of
 from megagrpo.planner.times.pass_times import (
     ATTENTION_EFFICIENCY,
     BANDWIDTH,
@@ -47,7 +45,15 @@ from megagrpo.planner.times.pass_times import (
     fill,
     pass_seconds,
 )
-from megagrpo.planner.times.step_times import step_times, sync_parts, sync_seconds
+from megagrpo.planner.times.step_times import (
+    READ_TOKEN_SECONDS,
+    REQUEST_SECONDS,
+    control_seconds,
+    route_bytes,
+    step_times,
+    sync_parts,
+    sync_seconds,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 H100 = GPUS["h100"]

@@ -6,7 +6,7 @@ import torch
 from megagrpo.config import ModelSection, ParallelSection, load_config
 from megagrpo.platform import device
 from megagrpo.policy.fp8.fp8_settings import Fp8
-from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
+from megagrpo.policy.transformer.transformer_config import keep_in_bf16
 from tests.unit.config.test_config import SMALLEST, problems, write
 from tests.unit.for_each import for_each
 

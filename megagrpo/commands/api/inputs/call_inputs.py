@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import keyword
+import pickle
 import re
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megagrpo.commands.api.inputs import dataset_rows, objects
+from megagrpo.commands.api.inputs import dataset_rows
 from megagrpo.commands.api.inputs.dataset_rows import Rows
 from megagrpo.config import ConfigError, RunConfig, evaluation_sets, override_text
 from megagrpo.config.basics.paths import anchored
 from megagrpo.config.basics.yaml_text import shortened
+from megagrpo.config.sections.rewards import numbered
 from megagrpo.platform.process.cleanup.removal import remove
 from megagrpo.records.checkpoints.run_files import FROM_PYTHON, make_run_folder
 
@@ -80,7 +86,7 @@ class Inputs:
             partial = Path(tempfile.mkdtemp(prefix=".partial_", dir=above))
             try:
                 for file, pickles in self.modules.items():
-                    objects.write_module(partial / file, pickles)
+                    write_module(partial / file, pickles)
                 for data in self.data.values():
                     if data.rows is not None:
                         dataset_rows.write(data.rows, partial / data.source, data.argument)
@@ -159,9 +165,9 @@ def _section(index: int, reward: Any) -> dict[str, Any]:
 def _named(things: Sequence[Any], file: str, argument: str, modules: dict[str, dict[str, bytes]]) -> list[str]:
     """Return the names of these names and objects, and add the pickles of the objects to `modules`."""
     listed = {index: thing for index, thing in enumerate(things) if not isinstance(thing, str)}
-    names = dict(zip(listed, objects.names_of(listed.values()), strict=True))
+    names = dict(zip(listed, names_of(listed.values()), strict=True))
     if listed:
-        modules[file] = {names[i]: objects.pickled(thing, f"{argument}.{i}") for i, thing in listed.items()}
+        modules[file] = {names[i]: pickled(thing, f"{argument}.{i}") for i, thing in listed.items()}
     return [f"{file}:{names[index]}" if index in names else thing for index, thing in enumerate(things)]
 
 
@@ -179,3 +185,65 @@ def _digest(folder: Path) -> str:
         with file.open("rb") as content:
             digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()[:12]
+
+
+MODULE = '''\
+"""Objects that megagrpo.train got from Python. {pickle} holds them; this file loads them."""
+
+import pathlib as _pathlib
+import pickle as _pickle
+import sys as _sys
+
+_sys.path.extend(_path for _path in {paths!r} if _path not in _sys.path)
+_pickled = _pickle.loads(_pathlib.Path(__file__).with_name("{pickle}").read_bytes())
+
+
+def _load(name):
+    made = _pickle.loads(_pickled[name])
+    return made if callable(made) else type(name, (), {{"__new__": lambda cls: made}})  # a callback stands for a class
+
+
+'''
+
+
+# The config names an object as `FILE.py:NAME`, like any function in a file. So a notebook's functions, lambdas and
+# closures run in the reward workers, a resumed run finds them, and `resolved.yaml` runs again. Reading a pickle runs
+# code, as importing a `.py` file does.
+def names_of(objects: Iterable[Any]) -> list[str]:
+    """Return a unique Python name for each object: the name of the function or class; repeated names get a number."""
+    stems = [re.sub(r"\W", "", _name(thing)).lstrip("0123456789") or "function" for thing in objects]
+    return numbered(f"{stem}_function" if keyword.iskeyword(stem) else stem for stem in stems)  # a keyword: lambda
+
+
+def _name(thing: Any) -> str:
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    name = getattr(thing, "__name__", None)
+    return name if isinstance(name, str) else type(thing).__name__
+
+
+def pickled(thing: Any, key: str) -> bytes:
+    """Return the pickle of an object. Raises ConfigError, naming the argument `key`, for an object without one."""
+    import cloudpickle
+
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(thing, torch.nn.Module):
+        raise ConfigError(f"{key}: a {type(thing).__name__} is a model, not a function; save it and pass model:FOLDER")
+    try:
+        made: bytes = cloudpickle.dumps(thing)
+    except Exception as error:  # any class may define how it is pickled
+        why = f"cannot be sent to the run's processes: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        fix = "open files, locks, models and connections inside the function, or define it in a file and pass "
+        raise ConfigError(f"{key}: `{_name(thing)}` {why}; {fix}path/file.py:name") from error
+    return made
+
+
+def write_module(file: Path, pickles: Mapping[str, bytes]) -> None:
+    """Write the module `file` and its pickle, name -> pickle of an object."""
+    data = file.with_suffix(".pkl")
+    data.write_bytes(pickle.dumps(dict(pickles)))
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # the workers have these folders too
+    folders = dict.fromkeys(str(Path(path).absolute()) for path in sys.path)
+    paths = [path for path in folders if not path.startswith(installed)]
+    lines = [f'{name} = _load("{name}")\n' for name in pickles]
+    file.write_text(MODULE.format(pickle=data.name, paths=paths) + "".join(lines))

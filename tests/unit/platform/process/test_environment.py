@@ -15,8 +15,10 @@ from megagrpo.platform.process import environment as module
 from megagrpo.platform.process.environment import (
     FATES,
     PASSED,
+    PROXIES,
     REMOVED,
     TABLE,
+    UNPROXIED,
     EnvironmentRefused,
     inherited,
     judge,
@@ -24,7 +26,6 @@ from megagrpo.platform.process.environment import (
     row_of,
     settle,
 )
-from megagrpo.platform.process.proxies import PROXIES, UNPROXIED
 from tests.unit.for_each import for_each
 
 REPOSITORY = Path(__file__).parents[4]

@@ -11,8 +11,8 @@ from megagrpo.data.packing.step_samples import StepSamples
 from megagrpo.records.rows.recorder import TrainedRollouts
 from megagrpo.records.rows.run_starts import record_start
 from megagrpo.records.rows.token_log import TokenLog
-from megagrpo.records.sinks.jsonl import JsonlSink
 from megagrpo.records.sinks.sink import TrackedRun
+from megagrpo.records.writer import JsonlSink
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, Turn
 from tests.unit.records.completion_rows import completion_parts
 

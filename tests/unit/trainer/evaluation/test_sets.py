@@ -15,8 +15,15 @@ from megagrpo.data.tokens.sampling import sampling_of
 from megagrpo.data.tokens.tokenizer import tokenizer_of
 from megagrpo.rewards.math.answers import READ_BY, extractor
 from megagrpo.rewards.registry.target import BUILT_IN_REWARDS
-from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, steps_to
-from megagrpo.trainer.evaluation.sets import HeldOut, evaluate, load_sets, metrics_of
+from megagrpo.trainer.evaluation.sets import (
+    HeldOut,
+    evaluate,
+    load_sets,
+    majority_passes,
+    metrics_of,
+    pass_at_k,
+    steps_to,
+)
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout, Truncation
 from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 from tests.unit.for_each import for_each
