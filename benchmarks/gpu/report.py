@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megagrpo.cluster.doctor.checkup import CHECKED_PACKAGES, GPU_PACKAGES
 from megagrpo.cluster.doctor.machine import Finding, Machine
-from megagrpo.cluster.doctor.packages import CHECKED_PACKAGES, GPU_PACKAGES
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.install.steps import VLLM
 

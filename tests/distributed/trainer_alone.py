@@ -24,10 +24,9 @@ from megagrpo.trainer.callbacks import Callbacks
 from megagrpo.trainer.gpu.gpu_sharing import GpuTurns
 from megagrpo.trainer.lifecycle import Evaluations, Lifecycle
 from megagrpo.trainer.policy_update import Learning
-from megagrpo.trainer.recording import Records
+from megagrpo.trainer.recording import Records, make_speed
 from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.saving.saves import Saves
-from megagrpo.trainer.saving.speed import make_speed
 from megagrpo.trainer.saving.time_limit import TimeLimit
 from megagrpo.trainer.trainer import Trainer
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import fcntl
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megagrpo.sync.vllm_side.adapter_store import store
+from megagrpo.platform.process.cleanup.ownership import FOLDER, OWNER_LOCK, SHARED_MEMORY, open_lock, owner_in
+from megagrpo.platform.process.cleanup.removal import remove_tree
 from megagrpo.sync.wire.copy_checksums import checksum
 
 
@@ -76,3 +82,43 @@ def difference(written: dict[str, list[str]], held: dict[str, list[str]]) -> str
 def _sum(values: Tensor) -> str:
     """Return the checksum of `values` [...] as text."""
     return str(checksum(values.cpu().contiguous()))
+
+
+_locks: dict[Path, int] = {}  # folder of a trainer -> the descriptor of its lock
+
+
+def store(owner: str, adapter: str, unused: list[str], name: str, data: str, last: bool) -> None:
+    """Append `data`, in base64, to the file `name` of an adapter, which appears complete with the `last` part.
+
+    The adapter is the folder `adapter` in the folder `owner`, named as on the trainer's host. The `unused` adapters are
+    removed. Every worker of a host writes the same file. Raises OSError when it cannot, ValueError for another name.
+    """
+    if not owner_in(owner, FOLDER) or any(os.sep in part or part.startswith(".") for part in (adapter, name, *unused)):
+        raise ValueError(f"{owner}/{adapter}/{name} is no name of an adapter's file")
+    folder = SHARED_MEMORY / owner
+    _hold(folder)
+    for other in unused:
+        remove_tree(folder / other)
+    (folder / adapter).mkdir(exist_ok=True)
+    part = folder / adapter / f".{name}.{os.getpid()}"
+    with part.open("ab") as file:
+        file.write(base64.b64decode(data))
+    if last:
+        part.replace(folder / adapter / name)
+
+
+def _hold(folder: Path) -> None:
+    """Create `folder` and lock it while this process lives: the next start on this host removes it afterwards, see
+    `ownership.py`. Folders of earlier trainers are removed."""
+    if folder in _locks:
+        return
+    folder.mkdir(mode=0o700, exist_ok=True)
+    lock = open_lock(folder / OWNER_LOCK)
+    with contextlib.suppress(OSError):  # the trainer is on this host, and has locked it
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.write(lock, f"{os.getpid()}\n".encode())
+    while _locks:
+        earlier, held = _locks.popitem()
+        remove_tree(earlier)
+        os.close(held)
+    _locks[folder] = lock

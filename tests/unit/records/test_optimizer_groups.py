@@ -4,7 +4,7 @@ stopped."""
 import pickle
 
 from megagrpo.config import TrainSection
-from megagrpo.policy.optimizer.saved_optimizer import follow_config
+from megagrpo.records.checkpoints.trained_state import follow_config
 
 TRAIN = TrainSection(learning_rate=1e-4, adam_beta2=0.95)
 

@@ -11,7 +11,7 @@ from megagrpo.families.hf_config import parse_hf_config
 from megagrpo.planner.costs.flops import step_flops
 from megagrpo.records.rows.recorder import Update
 from megagrpo.train_types import ComputedTokens, TrainBatch
-from megagrpo.trainer.saving.speed import Speed, make_speed
+from megagrpo.trainer.recording import Speed, make_speed
 from tests.unit.records.test_metrics import CONFIG
 
 LLAMA = dict(

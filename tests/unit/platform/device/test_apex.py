@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo.cluster.doctor.packages import package_checks
+from megagrpo.cluster.doctor.checkup import package_checks
 from megagrpo.platform import device
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import take_step
@@ -71,7 +71,7 @@ STEP = """
 import json, sys, torch
 from tiny_policy import tiny_model, tiny_run
 from megagrpo.platform import device
-from megagrpo.cluster.doctor.packages import package_checks
+from megagrpo.cluster.doctor.checkup import package_checks
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer.policy_optimizer import apex_note
@@ -147,6 +147,6 @@ def test_the_other_project_of_this_name_is_not_used(tmp_path, monkeypatch):
 
 def test_without_apex_there_is_no_line(monkeypatch):
     monkeypatch.setattr(
-        "megagrpo.cluster.doctor.packages.installed_version", lambda name: "" if name == "apex" else "1.0"
+        "megagrpo.cluster.doctor.checkup.installed_version", lambda name: "" if name == "apex" else "1.0"
     )
     assert not [line for line in package_checks("cpu") if line.subject == "apex"]

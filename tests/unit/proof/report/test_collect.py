@@ -6,7 +6,7 @@ import pytest
 from megagrpo.config import ConfigError
 from megagrpo.proof.report.collect import RunFiles, lines_per_step, read_run
 from megagrpo.proof.report.reduce import curves, number, result, rows_per_point, state
-from megagrpo.proof.report.response_index import index_steps
+from megagrpo.proof.report.shown_responses import index_steps
 from tests.unit.proof.report.synthetic import append, make_run
 
 

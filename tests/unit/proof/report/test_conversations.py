@@ -7,8 +7,7 @@ import pytest
 
 from megagrpo.proof.report.collect import read_run
 from megagrpo.proof.report.conversations import FIRST_ITEMS, MAX_BRANCHES, MAX_ITEMS, conversation_of
-from megagrpo.proof.report.response_index import index_steps
-from megagrpo.proof.report.shown_responses import read_group
+from megagrpo.proof.report.shown_responses import index_steps, read_group
 from megagrpo.types import Turn
 from tests.unit.proof.report.synthetic import branch_rows, called, conversations, make_conversations, talk, timed
 

@@ -10,8 +10,15 @@ import pytest
 from megagrpo.proof.report import page, shown_responses
 from megagrpo.proof.report.collect import RunFiles, read_run
 from megagrpo.proof.report.payload import MAX_BYTES, payload
-from megagrpo.proof.report.response_index import StepIndex
-from megagrpo.proof.report.shown_responses import MAX_TOKENS, choose, chosen_steps, offers, ranking, read_group
+from megagrpo.proof.report.shown_responses import (
+    MAX_TOKENS,
+    StepIndex,
+    choose,
+    chosen_steps,
+    offers,
+    ranking,
+    read_group,
+)
 from megagrpo.proof.report.shown_texts import MAX_CHARACTERS, messages_of, text_of
 from megagrpo.records.rows.jsonl_file import encoded
 from tests.unit.proof.report.synthetic import append, make_run
