@@ -165,14 +165,6 @@ class StepTerms:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What one teacher reads of a micro-batch: other prompts, or some of its samples."""
-
-    micro_batch: MicroBatch
-    tokens: Tensor  # [T] bool, loss tokens of the policy's micro-batch: in order, those of the teacher's
-
-
-@dataclass(frozen=True)
 class MicroBatch:
     """S sequences packed end to end, T tokens in total. If T needs padding, the padding is the last sequence.
 
@@ -256,6 +248,18 @@ def moved(row: Tensor, device: torch.device) -> Tensor:
     """Return the tensor on `device`, without waiting for the transfer. From a host to a GPU it uses pinned memory."""
     pinned = row.pin_memory() if device.type == "cuda" and row.device.type == "cpu" else row
     return pinned.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one teacher reads of a micro-batch: other prompts, or some of its samples.
+
+    >>> Reading(m, m.loss_mask).tokens.int().tolist()  # the teacher reads the same tokens
+    [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0]
+    """
+
+    micro_batch: MicroBatch
+    tokens: Tensor  # [T] bool, loss tokens of the policy's micro-batch: in order, those of the teacher's
 
 
 @dataclass(frozen=True, eq=False)

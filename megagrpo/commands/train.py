@@ -3,7 +3,7 @@
     megagrpo train megagrpo:quickstart run.max_steps=20
     NPROC=4 megagrpo train my_run.yaml parallel.tp=2
     megagrpo train my_run.yaml --resume
-    megagrpo train my_run.yaml --from runs/my_run run.name=slower train.learning_rate=5e-7
+    megagrpo train my_run.yaml --from runs/my_run run.name=again
 
 It starts every rank of this machine: NPROC ranks, else one per GPU, else as few as the layout in `parallel` needs.
 Under a launcher of ranks, such as torchrun, it is one rank; `megagrpo submit` starts a run on several nodes. In a

@@ -250,7 +250,7 @@ class PromptSource(PromptOrder):
         )
 
     def _columns(self, values: dict[str, Any], images: Sequence[RowImage]) -> dict[str, Any]:
-        if self._images is not None:
+        if images:
             values = values | image_columns(values, images)
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
         columns |= {new: _field(values, old) for new, old in self._data.columns.items()}
@@ -327,7 +327,7 @@ class PromptSource(PromptOrder):
         self, row: int, values: dict[str, Any], question: Messages
     ) -> dict[str, tuple[int, ...] | None] | None:
         """`Prompt.teachers` of a row. ValueError for a row that teachers cannot teach."""
-        if self._row_reader is None or not self._trains:
+        if self._row_reader is None or not self._trains or not self._row_reader.config.algorithm.teacher:
             return None
         columns = self._columns(values, []) | ({"task": task} if (task := self._above[len("tasks.") : -1]) else {})
         own, tokenizer = (self._data.system_prompt, self._template, self._tools), self._tokenizer

@@ -109,4 +109,4 @@ def make_rollouts(
     orders = data.prompts.orders if isinstance(data.prompts, Mixture) else [data.prompts]
     pairs = zip(config.each_task, orders, strict=True)
     sources = {task.name: order for task, order in pairs if isinstance(order, SourcedPrompts)}
-    return Rollouts(config, data.prompts, collector, data.sampling, state, journal.writer.message, keeps, sources)
+    return Rollouts(config, data.prompts, collector, data.sampling, state, journal.writer.message, sources, keeps)

@@ -3,11 +3,11 @@ counts the difference as its own. Afterwards either the server or the trainer us
 
 import pytest
 
+from megagrpo.config import ConfigError
 from megagrpo.engine.http.protocol import EngineStartError
 from megagrpo.engine.http.server_calls import Servers
 from megagrpo.engine.servers.launcher import Launcher
-from megagrpo.trainer import engine_side
-from megagrpo.trainer import policy_update as learning
+from megagrpo.trainer import engine_side, wiring
 from megagrpo.trainer.gpu.state_offload import Offload
 from tests.e2e import world
 from tests.e2e.test_options import largest_difference, succeeded, texts
@@ -26,7 +26,7 @@ def test_a_policy_is_built_after_servers_on_its_gpus_have_started_and_beside_oth
         engine_side.servers_sleep = lambda config: shared
         Launcher.start = lambda self: None
         Launcher.wait = raising(EngineStartError("the server is waited for"))
-        learning.MegatronPolicy = raising(ValueError("the policy is built"))
+        wiring.load_policy = raising(ConfigError("the policy is built"))
 
     run = world.train(tmp_path, prepare=prepare, launched=True)
     assert run.code == 2 and first in run.err

@@ -38,7 +38,7 @@ class _Process:
     def is_waiting(self) -> bool:
         """Whether it has neither died nor sent a failure."""
         try:
-            self.connection.recv(1, socket.MSG_PEEK)
+            self.connection.recv_into(bytearray(1), 1, socket.MSG_PEEK)
         except OSError as error:
             return isinstance(error, BlockingIOError)
         return False

@@ -38,8 +38,8 @@ class Rollouts:
     sampling: SamplingParams
     state: TrainState
     say: Callable[[str], None]
-    keeps: KeptFiles | None = None  # on leaders, with `run.keep_rollouts_gb`
     sources: Mapping[str, SourcedPrompts] = field(default_factory=dict)  # of tasks with `data.source`, by name
+    keeps: KeptFiles | None = None  # on leaders, with `run.keep_rollouts_gb`
     _decodable: set[int] = field(default_factory=set, init=False)  # rows whose images were decoded
 
     def draw(self) -> tuple[StepSamples, dict[str, float]]:
