@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +28,12 @@ _OF_MACHINE = re.compile(
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class ReplayPlan:
-    """How a run is made again: its config, what replaces values in it, and the number of ranks."""
-
-    config: Path
-    overrides: list[str]
-    ranks: int
-
-
-@dataclass(frozen=True)
-class Differences:
-    """Lines that say where two runs are equal and where they differ, and whether they differ."""
-
-    lines: list[str]
-    found: bool
-
-
-def prepare(folder: Path, first: int | None, last: int | None, generate: bool) -> ReplayPlan:
+def prepare(folder: Path, first: int | None, last: int | None, generate: bool) -> tuple[list[str], int]:
     """Prepare the folder of a replay, which begins after step `first` and ends after step `last`; None: with the run.
-    Raises ConfigError for a run that cannot be made again."""
-    config, starts = folder / RESOLVED, folder / STARTS_FILE
-    if not config.is_file() or not starts.is_file():
+    Returns what replaces values in the run's config, and the number of ranks. Raises ConfigError for a run that cannot
+    be made again."""
+    starts = folder / STARTS_FILE
+    if not (folder / RESOLVED).is_file() or not starts.is_file():
         raise ConfigError(f"RUN: {folder} is no folder of a run: it has no {RESOLVED} or no {STARTS_FILE}")
     if not generate and not (folder / ROLLOUTS).is_dir():
         raise ConfigError(
@@ -76,7 +59,7 @@ def prepare(folder: Path, first: int | None, last: int | None, generate: bool) -
     if threads := start.get("threads"):  # the order of a CPU's sums depends on it
         ENVIRONMENT["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
-    return ReplayPlan(config, overrides, start["ranks"])
+    return overrides, start["ranks"]
 
 
 def _start_from(folder: Path, step: int, new: Path) -> None:
@@ -95,13 +78,14 @@ def _start_from(folder: Path, step: int, new: Path) -> None:
     shutil.copytree(source[step], new / CHECKPOINTS / source[step].name, copy_function=link)
 
 
-def compare(old: Path, new: Path, first: int) -> Differences:
-    """Compare the steps after `first` that both runs have, then the newest checkpoint that both have."""
+def compare(old: Path, new: Path, first: int) -> tuple[list[str], bool]:
+    """Compare the steps after `first` that both runs have, then the newest checkpoint that both have.
+    Returns lines that say where they are equal and where they differ, and whether they differ."""
     lines, found = [*_machines(old, new)], False
     one, other = _steps(old), _steps(new)
     steps = [step for step in sorted(one.keys() & other.keys()) if step > first]
     if not steps:
-        return Differences([*lines, "no step is in both runs"], True)
+        return [*lines, "no step is in both runs"], True
     for step in steps:
         a, b = one[step], other[step]
         names = [name for name in a.keys() & b.keys() if not _OF_MACHINE.search(name)]
@@ -121,7 +105,7 @@ def compare(old: Path, new: Path, first: int) -> Differences:
         found = found or bool(differing)
     else:
         lines.append("no checkpoint is in both runs, so weights were not compared")
-    return Differences(lines, found)
+    return lines, found
 
 
 def differing_tensors(one: StoredTensors, other: StoredTensors) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -208,12 +209,11 @@ def _read_data(
         layout, lambda: resources.enter_context(RewardScorer(*of_rewards)) if tokenizer else None
     )
     common = base_folder, tokenizers, vocab_size, sampling, rewards, layout, resources
-    read = of_all_tasks(tasks, lambda task: _read_task(task, *common))
+    orders, sets, turns = zip(*of_all_tasks(tasks, lambda task: _read_task(task, *common)), strict=True)
     shared_trial().close()
-    orders = [each.prompts for each in read]
     prompts = Mixture(tasks, orders, config.run.seed) if config.tasks else orders[0]
-    dialogues = {task.name: each.dialogues for task, each in zip(tasks, read, strict=True)}
-    held_out = [one for each in read for one in each.held_out]
+    dialogues = {task.name: one for task, one in zip(tasks, turns, strict=True)}
+    held_out = [*chain.from_iterable(sets)]
     return config.with_num_prompts(len(prompts)), Data(tokenizer, sampling, prompts, held_out, dialogues, rewards)
 
 
@@ -232,15 +232,6 @@ def of_all_tasks[T](tasks: Sequence[Task], read: Callable[[Task], T]) -> list[T]
     return results
 
 
-@dataclass(frozen=True)
-class TaskData:
-    """What a run reads for one task; see `Data`."""
-
-    prompts: PromptOrder
-    held_out: list[HeldOut]
-    dialogues: Dialogues | None
-
-
 def _read_task(
     task: Task,
     base_folder: Path,
@@ -250,8 +241,8 @@ def _read_task(
     rewards: RewardScorer | None,
     layout: Layout,
     resources: ExitStack,
-) -> TaskData:
-    """Load and check the prompts, the held-out sets and the turns of a task. Collective."""
+) -> tuple[PromptOrder, list[HeldOut], Dialogues | None]:
+    """Load and check the prompts, the held-out sets and the turns of a task; see `Data`. Collective."""
     (tokenizer, reader), config, first = tokenizers, task.config, layout.world_rank == 0
     of_dialogues = config.multi_turn, config.data, config.rewards.names, config.rollout.max_prompt_length
     dialogues = run_own_and_agree(
@@ -284,7 +275,7 @@ def _read_task(
             dialogues.check_columns(prompts.columns)
 
     run_own_and_agree(layout, check_all_columns)
-    return TaskData(prompts, held_out, dialogues)
+    return prompts, held_out, dialogues
 
 
 def order_on_all(

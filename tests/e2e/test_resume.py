@@ -91,8 +91,8 @@ def test_a_run_on_kept_rollouts_starts_no_server_and_ends_with_the_same_bits(par
     run = world.train(tmp_path, "run.max_steps=4", f"rollout.kept.path={parts.folder}", *CURRICULUM, launched=True)
     assert run.code == 0 and not list(run.folder.glob("vllm*")), run.err
     assert [row["completion"] for row in run.completions] == [row["completion"] for row in parts.completions]
-    compared = compare(parts.folder, run.folder, 0)
-    assert not compared.found and compared.lines == [
+    lines, differ = compare(parts.folder, run.folder, 0)
+    assert not differ and lines == [
         "steps 1 to 4: all metrics are equal, except times and memory",
         f"step_000004: 0 of {len(StoredTensors(run.newest).keys())} tensors differ",
     ]
@@ -112,8 +112,8 @@ def test_a_changed_run_on_kept_rollouts_is_the_ablation_and_its_first_difference
     assert run.code == 0, run.err
     texts = {rollout["text"] for row in rows for rollout in row["rollouts"]}
     assert len(run.completions) == 12 and {row["completion"] for row in run.completions} <= texts
-    compared = compare(parts.folder, run.folder, 0)
-    assert compared.found and compared.lines[0].startswith("step 1 differs in ")
+    lines, differ = compare(parts.folder, run.folder, 0)
+    assert differ and lines[0].startswith("step 1 differs in ")
 
 
 def command(printed, *words):

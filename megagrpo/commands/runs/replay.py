@@ -35,15 +35,14 @@ def run(options: argparse.Namespace) -> int:
     """Replay, compare, and return the exit code. Raises ConfigError for a folder that cannot be replayed."""
     from megagrpo.commands.api.train_call import run_training
     from megagrpo.proof.replays import REPLAY_FOLDER, compare, prepare
+    from megagrpo.records.checkpoints.run_files import RESOLVED
 
     folder = Path(options.run_folder)
     if options.generate and options.last is not None:
         raise ConfigError("--to: a replay that generates ends with its run; leave --to or --generate out")
-    plan = prepare(folder, options.first, options.last, options.generate)
-    code = run_training(str(plan.config), [*plan.overrides, *overrides(options)], plan.ranks)
-    if code:
+    replaced, ranks = prepare(folder, options.first, options.last, options.generate)
+    if run_training(str(folder / RESOLVED), [*replaced, *overrides(options)], ranks):
         return 1
-    differences = compare(folder, folder / REPLAY_FOLDER, options.first or 0)
-    for line in differences.lines:
-        show(line)
-    return int(differences.found)
+    lines, differ = compare(folder, folder / REPLAY_FOLDER, options.first or 0)
+    show("\n".join(lines))
+    return int(differ)
