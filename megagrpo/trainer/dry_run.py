@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import signal
+import string
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +43,6 @@ from megagrpo.trainer.data_checks.reward_trial import (
     try_rewards,
     unreachable_judges,
 )
-from megagrpo.trainer.data_checks.tokenizer_trial import try_tokenizer
 from megagrpo.trainer.rollout.sourced_prompts import UsableRows
 from megagrpo.types import Prompt
 from megagrpo.weights.bridge.image_facts import processor_of
@@ -223,3 +227,45 @@ def _folder(config: RunConfig) -> str:
     """Return the model's folder, or its name on the hub."""
     path = config.model.path
     return str(resolve_model(path)) if path.startswith(PACKAGE) or os.path.exists(os.path.expanduser(path)) else path
+
+
+TOKENIZER_SECONDS = 60  # of CPU time
+TOKENIZER_MEMORY = 4 * 2**30  # bytes of memory more than before the trial
+_NO_MEMORY = 3  # exit code
+
+
+def try_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Render and encode one short prompt. Raises ValueError if that takes more than TOKENIZER_SECONDS or TOKENIZER_MEMORY.
+
+    Other errors are not raised: the first row of the data shows them better.
+    """
+    with warnings.catch_warnings():  # a fork of a process with threads; the child starts none
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = get_context("fork").Process(target=_try, args=(config, tokenizer), daemon=True)
+        child.start()
+    child.join(10 * TOKENIZER_SECONDS)  # of a busy machine
+    if child.is_alive():
+        child.kill()
+        child.join()
+    keys = f"the chat template (data.chat_template) or the tokenizer (model.tokenizer) of {config.model.path}"
+    if child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise ValueError(f"model.path: {keys} did not finish a prompt of 100 characters in {TOKENIZER_SECONDS} s; use another")
+    if child.exitcode in (_NO_MEMORY, -signal.SIGABRT):
+        need = f"needs more than {TOKENIZER_MEMORY / 2**30:g} GiB of memory for a prompt of 100 characters"
+        raise ValueError(f"model.path: {keys} {need}; use another")
+
+
+def _try(config: RunConfig, tokenizer: Tokenizer) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # an abort of the tokenizer writes there
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + TOKENIZER_MEMORY,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (TOKENIZER_SECONDS, TOKENIZER_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    data = config.data
+    try:
+        tokenizer.encode(string.printable, add_special_tokens=True)
+        tokenizer.render(string.printable, data.system_prompt, data.chat_template, kwargs=data.chat_template_kwargs)
+    except BaseException as error:
+        if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError):
+            os._exit(_NO_MEMORY)
+    os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,30 +16,30 @@ from megagrpo.config import ConfigError, RolloutSection, RunConfig, weight_path
 from megagrpo.data.packing.routed_experts import RouteShape
 from megagrpo.data.tokens.tokenizer import Tokenizer
 from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.http.access import address_of
 from megagrpo.engine.http.connections import MovedServers
 from megagrpo.engine.http.probe import check_plugin, check_tool_parser
 from megagrpo.engine.http.protocol import EngineStartError
 from megagrpo.engine.http.server_calls import check_urls, named_urls
 from megagrpo.engine.server_slots import Slots
 from megagrpo.engine.servers.launcher import Launcher
-from megagrpo.engine.servers.node_agent import NodeLaunchers
+from megagrpo.engine.servers.node_agent import NodeAgent, NodeLaunchers
 from megagrpo.engine.servers.restarts import Reconnector, Restarter
 from megagrpo.engine.servers.serving import engine_dtype, make_launcher, servers_sleep
 from megagrpo.loopback import LOOPBACK
 from megagrpo.platform import device
-from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
+from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.open_files import raise_open_files
 from megagrpo.platform.process.progress_hook import Progress
-from megagrpo.platform.process.variables import number
-from megagrpo.platform.rendezvous.store_exchange import is_here
+from megagrpo.platform.process.variables import ENVIRONMENT, number
+from megagrpo.platform.rendezvous.store_exchange import Deadline, Store, is_here, own_address
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync, BaseSync
 from megagrpo.sync.trainer_side.node_shares import Nodes
 from megagrpo.sync.trainer_side.sync import Weights, WeightSync
 from megagrpo.sync.trainer_side.transport import TransportSettings, transport_class
 from megagrpo.trainer.gpu.gpu_sharing import start_asleep
-from megagrpo.trainer.node_servers import NodeServers, await_all, launch_on_each_node, node_of_each_rank
 from megagrpo.types import WeightSyncError
 
 
@@ -253,3 +254,91 @@ def make_weight_sync(
         base_sync = BaseSync(weight_sync, base)
     here = is_here if r.nodes_per_server == 1 else lambda url: False
     return AdapterSync(engine, layout, dtype, config.lora, config.model.path, here, base_sync=base_sync)
+
+
+@dataclass(frozen=True)
+class NodeServers:
+    """All nodes' servers: every rank's node, and this node's launcher on the node's first rank (None on others)."""
+
+    of_ranks: tuple[int, ...]
+    launcher: Launcher | None
+    token: str
+
+
+def node_of_each_rank(rollout: RolloutSection, nodes: int, layout: Layout) -> tuple[int, ...]:
+    """Return the index of every rank's node, from the launcher's GROUP_RANK or LOCAL_WORLD_SIZE; all are 0 unless the
+    run's servers share the hosts of several nodes. Collective."""
+    if rollout.placed != "colocated" or nodes == 1:
+        return (0,) * layout.world_size
+    by_size = layout.world_rank // number("LOCAL_WORLD_SIZE", 1)
+    return tuple(layout.all_gather_objects(int(ENVIRONMENT.get("GROUP_RANK", by_size))))
+
+
+def launch_on_each_node(
+    config: RunConfig,
+    model_folder: Path,
+    run_folder: Path,
+    dtype: str,
+    layout: Layout,
+    of_ranks: tuple[int, ...],
+    token: str | None,
+) -> NodeServers:
+    """Build each node's launcher on its first rank, without starting it. Collective. Raises ValueError or RankError."""
+    nodes, node = sorted(set(of_ranks)), of_ranks[layout.world_rank]
+    share, rest = divmod(config.rollout.servers, len(nodes))
+    if rest or not share:
+        raise ValueError(
+            f"rollout.servers: {config.rollout.servers} is not a multiple of the run's {len(nodes)} nodes; use a "
+            "multiple"
+        )
+    token = on_first_rank(layout, lambda: token or secrets.token_urlsafe(32))
+
+    def build() -> Launcher | None:
+        if of_ranks.index(node) != layout.world_rank:
+            return None
+        fields: dict[str, Any] = dict(
+            host=_own_host(config.rollout.interface), num_servers=share, first=share * nodes.index(node)
+        )
+        folders = model_folder, run_folder
+        return make_launcher(config, *folders, dtype, num_ranks=of_ranks.count(node), token=token, **fields)
+
+    launcher = run_own_and_agree(layout, build)
+    return NodeServers(of_ranks, launcher, token)
+
+
+def _own_host(interface: str) -> str:
+    """Return this node's address for servers: of `rollout.interface`, or by default on the route to the first node."""
+    if interface != LOOPBACK:
+        return address_of(interface)
+    return own_address(f"http://{ENVIRONMENT['MASTER_ADDR']}:{ENVIRONMENT['MASTER_PORT']}")
+
+
+def await_all(
+    servers: NodeServers, rollout: RolloutSection, layout: Layout, say: Callable[[str], None], resources: ExitStack
+) -> tuple[Nodes, NodeLaunchers | None, list[str]]:
+    """Wait for the servers of every node. Return the nodes with their servers, rank 0's view of all launchers (None on
+    other ranks), and the servers' URLs. Collective. Raises EngineStartError, WeightSyncError when a node cannot reach
+    rank 0's store, or RankError."""
+    launcher, of_ranks = servers.launcher, servers.of_ranks
+    everyone = run_and_agree(layout, lambda: launcher.wait(say) if launcher else [])
+    by_node = {node: everyone[of_ranks.index(node)] for node in sorted(set(of_ranks))}
+    nodes = Nodes(of_ranks, {url: node for node, urls in by_node.items() for url in urls})
+    first, seconds = layout.world_rank == 0, rollout.startup_timeout
+    secret = on_first_rank(layout, lambda: secrets.token_hex(32))
+    arguments = 0, Deadline(seconds), secret
+    store = run_own_and_agree(
+        layout, lambda: Store(_own_host(rollout.interface), *arguments, serve=True) if first else None
+    )
+    address = on_first_rank(layout, lambda: (store.host, store.port) if store else ("", 0))
+
+    def start_agent() -> None:
+        if launcher is not None and not first:
+            agent = NodeAgent(of_ranks[layout.world_rank], launcher, Store(*address, Deadline(seconds), secret))
+            resources.enter_context(agent)
+
+    run_own_and_agree(layout, start_agent)  # every agent has published its servers
+    all_launchers = None
+    if store is not None and launcher is not None:
+        others = [node for node in by_node if node != of_ranks[0]]
+        all_launchers = NodeLaunchers(launcher, store, others, len(by_node[of_ranks[0]]))
+    return nodes, all_launchers, [url for urls in by_node.values() for url in urls]

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl
 from megagrpo.algorithms.custom_advantage import Groups, checked, imported
@@ -30,6 +31,7 @@ from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.policy.critic import Critic
 from megagrpo.policy.find_nan import NonFiniteError
+from megagrpo.policy.images.image_inputs import ImageInputs, ModelInputs, build_tower
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.moe.routing_replay import route_shape
 from megagrpo.policy.reference import Reference, kl_by_sample, sums_by_sample
@@ -47,8 +49,7 @@ from megagrpo.trainer.run_inputs import ModelFiles
 from megagrpo.types import SamplingParams
 from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, merged_blocks
 from megagrpo.weights.bridge.adapter_files import fill_adapters
-from megagrpo.weights.bridge.load import load_hf
-from megagrpo.weights.bridge.tower import check_tower, load_tower
+from megagrpo.weights.bridge.load import Checkpoint, load_hf
 
 
 @dataclass
@@ -327,3 +328,46 @@ def load_critic(config: RunConfig, layout: Layout, model: ModelFiles, progress: 
 def first_of_each(owners: np.ndarray) -> list[int]:
     """Return the index of the first element of each value."""
     return np.unique(owners, return_index=True)[1].tolist()
+
+
+def load_tower(policy: MegatronPolicy, folder: Path) -> None:
+    """Give the policy the tower of the model in `folder`, on ranks that compute rows of images. Policies of text, and
+    those with a trained tower, stay as they are. Raises ValueError when a tensor is missing or of another shape."""
+    inputs: ModelInputs = policy.inputs
+    if not isinstance(inputs, ImageInputs) or not inputs.reads_pixels or inputs.trains_tower:
+        return
+    inputs.tower = build_tower(policy.hf_config, policy.dtype)
+    with torch.no_grad():
+        for weight, tensor in _pairs(inputs.tower, policy, folder, "model.path").values():
+            weight.copy_(tensor)
+
+
+def check_tower(policy: MegatronPolicy, reference: Path) -> None:
+    """Raise ValueError if the model in `reference` has another tower than the policy, which computes its images too. A
+    trained tower is one of the weights of which the reference has its own."""
+    inputs: ModelInputs = policy.inputs
+    if not isinstance(inputs, ImageInputs) or inputs.tower is None or inputs.trains_tower:
+        return
+    for name, (weight, tensor) in _pairs(inputs.tower, policy, reference, "model.reference_path").items():
+        if not torch.equal(weight, tensor.to(weight)):
+            raise ValueError(
+                f"model.reference_path: {name} in {reference} differs from the policy's, whose tower computes the "
+                "images of both; name a model with the policy's tower, or leave it empty"
+            )
+
+
+def _pairs(tower: nn.Module, policy: MegatronPolicy, folder: Path, key: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the name in the files of `folder`, the weight and the stored tensor of each weight of the tower."""
+    vision, checkpoint = policy.hf_config.vision, Checkpoint(folder)
+    assert vision is not None, "images need a tower"
+    stored, pairs = {vision.own_name(name): name for name in checkpoint.where}, {}
+    for own, weight in tower.state_dict().items():
+        if (name := stored.get(own)) is None:
+            said = f"{folder} lacks {vision.file_name(own)}, a tensor of the tower"
+            raise ValueError(f"{key}: {said}; download it again")
+        tensor = checkpoint.tensor(name)
+        if tensor.shape != weight.shape:
+            said = f"{name} in {folder} has the shape {list(tensor.shape)}"
+            raise ValueError(f"{key}: {said}, and config.json says {list(weight.shape)}; download it again")
+        pairs[name] = weight, tensor
+    return pairs

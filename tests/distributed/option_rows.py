@@ -258,7 +258,7 @@ def _take_step(
     """`take_step`, with the tower of `folder`, and with activations offloaded however small they are."""
     from megagrpo.policy.transformer import activation_offload
     from megagrpo.proof.verify import verified_step
-    from megagrpo.weights.bridge.tower import load_tower
+    from megagrpo.trainer.policy_update import load_tower
 
     activation_offload.MIN_BYTES = 1
     fill = verified_step.fill_weights

@@ -20,11 +20,11 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.train_types import TrainSample
+from megagrpo.trainer.policy_update import check_tower, load_tower
 from megagrpo.weights.blocks.parameter_blocks import adapter_blocks, fill
 from megagrpo.weights.bridge.adapter_files import fill_adapters, save_adapter
 from megagrpo.weights.bridge.hf_export import find_sources
 from megagrpo.weights.bridge.load import load_hf
-from megagrpo.weights.bridge.tower import check_tower, load_tower
 
 
 @pytest.fixture(scope="module")

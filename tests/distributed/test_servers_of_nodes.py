@@ -11,7 +11,7 @@ from suites import usual
 from megagrpo.config import ParallelSection, load_config
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.trainer.node_servers import NodeServers, await_all
+from megagrpo.trainer.engine_side import NodeServers, await_all
 from tests.unit.engine.servers.test_restarts import Stand
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

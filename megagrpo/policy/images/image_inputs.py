@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
 
 from megagrpo.config import RunConfig
 from megagrpo.families.hf_config import HfConfig
@@ -23,7 +25,6 @@ from megagrpo.platform import device
 from megagrpo.platform.parallel.context import rank_indices
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.attention.packed import TorchAttention
-from megagrpo.policy.images.image_rows import ImageRows
 from megagrpo.policy.layers.megatron_modules import layers_of
 from megagrpo.policy.transformer.specs import LAYERS_PER_BLOCK
 from megagrpo.train_types import MicroBatch, moved
@@ -288,3 +289,66 @@ class SquareTower(nn.Module):
         made = self.vision_tower(pixel_values=pixels)
         made.pooler_output = self.multi_modal_projector(made.last_hidden_state).flatten(0, 1)
         return made
+
+
+@dataclass(frozen=True, eq=False)
+class ImageRows:
+    """The `rows` [1 + levels, n, H] of images and the indices `at` [n] int64 of their tokens among those of this rank.
+    Rows of a trained tower require gradients, which are collected in `gradients` [1 + levels, n, H]."""
+
+    at: Tensor
+    rows: Tensor
+    gradients: Tensor
+
+    @classmethod
+    def of(cls, at: Tensor, rows: Tensor) -> ImageRows:
+        """Return the rows, with gradients of 0."""
+        return cls(at, rows, torch.zeros_like(rows) if rows.requires_grad else rows.new_zeros(0))
+
+    def level(self, level: int, dtype: torch.dtype) -> Tensor:
+        """Return the rows [n, 1, H] of a level, without a graph."""
+        return self.rows.detach()[level, :, None].to(dtype)
+
+    def replace(self, embeddings: Tensor) -> Tensor:
+        """Return embeddings [T, 1, H], or [T/tp, 1, H], with the rows of level 0 in place of those of image tokens."""
+        replaced: Tensor = _Replaced.apply(embeddings, self.rows, self)
+        return replaced
+
+    def add(self, level: int, hidden: Tensor) -> Tensor:
+        """Return hidden states [T, 1, H], or [T/tp, 1, H], with the rows of `level` added at image tokens."""
+        added: Tensor = _Added.apply(hidden, self, level)
+        return added
+
+
+class _Replaced(torch.autograd.Function):
+    """`ImageRows.replace`. Its backward pass follows those of all blocks."""
+
+    @staticmethod
+    def forward(ctx: Any, embeddings: Tensor, rows: Tensor, images: ImageRows) -> Tensor:
+        ctx.images = images
+        return embeddings.index_copy(0, images.at, images.level(0, embeddings.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        images = ctx.images
+        if images.rows.requires_grad:
+            images.gradients[0] = grad[images.at, 0]
+        return grad.index_fill(0, images.at, 0), images.gradients if images.rows.requires_grad else None, None
+
+
+class _Added(torch.autograd.Function):
+    """`ImageRows.add`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, images: ImageRows, level: int) -> Tensor:
+        ctx.images, ctx.level = images, level
+        return hidden.index_add(0, images.at, images.level(level, hidden.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        images = ctx.images
+        if images.rows.requires_grad:
+            images.gradients[ctx.level] = grad[images.at, 0]
+        return grad, None, None

@@ -14,7 +14,7 @@ from megagrpo.planner import plan
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.transport import Update, transport_class
 from megagrpo.sync.vllm_side.receiver import BlockSource, Receiver, receiver_class
-from megagrpo.trainer import engine_side, node_servers
+from megagrpo.trainer import engine_side
 from megagrpo.types import WeightSyncError
 from tests.unit.for_each import for_each
 
@@ -327,4 +327,4 @@ def test_a_rank_knows_its_node_where_each_node_has_servers(environment, override
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     made = config(*overrides)
-    assert node_servers.node_of_each_rank(made.rollout, made.run.nodes, ThirdRank()) == nodes
+    assert engine_side.node_of_each_rank(made.rollout, made.run.nodes, ThirdRank()) == nodes

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megagrpo.trainer.saving import stop_signals
+from megagrpo.trainer import rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 DELAYS = [0.0, 0.0002, 0.0005, 0.001, 0.001, 0.001, 0.002, 0.005] * 2  # seconds between the two signals
@@ -82,11 +82,11 @@ def signalled_twice(delay, work):
 
 @pytest.fixture(autouse=True)
 def forced_soon(monkeypatch):
-    monkeypatch.setattr(stop_signals, "FORCE_SECONDS", 1.0)
+    monkeypatch.setattr(rank, "FORCE_SECONDS", 1.0)
 
 
 def test_a_second_ctrl_c_ends_generation_at_any_distance_from_the_first():
-    codes = [signalled_twice(delay, lambda: generate(stop_signals.stop_on_signals)) for delay in DELAYS]
+    codes = [signalled_twice(delay, lambda: generate(rank.stop_on_signals)) for delay in DELAYS]
     # 0: the kernel merged the two signals, because this process got no CPU between them; then the run saves as after
     # one signal.
     assert set(codes) <= {130, 0} and 130 in codes, codes
@@ -94,7 +94,7 @@ def test_a_second_ctrl_c_ends_generation_at_any_distance_from_the_first():
 
 def test_a_second_ctrl_c_ends_a_process_whose_main_thread_does_not_listen():
     def deaf():
-        stop_signals.stop_on_signals(lambda number: None)
+        rank.stop_on_signals(lambda number: None)
         os.write(1, b".")
         while True:
             with contextlib.suppress(KeyboardInterrupt):
@@ -107,7 +107,7 @@ def test_one_ctrl_c_asks_the_run_to_stop_and_nothing_else():
     asked = []
 
     def work():
-        stop_signals.stop_on_signals(asked.append)
+        rank.stop_on_signals(asked.append)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1.5)
         raise KeyboardInterrupt if asked == [signal.SIGINT] else AssertionError

@@ -5,8 +5,8 @@ from tokenizers import Regex
 from tokenizers.normalizers import Replace, Sequence
 
 from megagrpo.config.io import validated
-from megagrpo.trainer.data_checks import tokenizer_trial
-from megagrpo.trainer.data_checks.tokenizer_trial import try_tokenizer
+from megagrpo.trainer import dry_run
+from megagrpo.trainer.dry_run import try_tokenizer
 from tests.unit.data.test_prompts import tokenizer  # noqa: F401 (a fixture)
 from tests.unit.for_each import for_each
 
@@ -33,8 +33,8 @@ def config(template):
     ],
 )
 def test_a_tokenizer_that_never_ends_or_takes_all_memory_is_named(template, normalizer, said, tokenizer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(tokenizer_trial, "SECONDS", 2)
-    monkeypatch.setattr(tokenizer_trial, "MOST_MEMORY", 2**28)
+    monkeypatch.setattr(dry_run, "TOKENIZER_SECONDS", 2)
+    monkeypatch.setattr(dry_run, "TOKENIZER_MEMORY", 2**28)
     tokenizer.render("warm")  # imports outside of the limits
     own = tokenizer.tokenizer.backend_tokenizer
     own.normalizer = normalizer
