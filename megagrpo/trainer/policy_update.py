@@ -309,11 +309,12 @@ def load_critic(config: RunConfig, layout: Layout, model: ModelFiles, progress: 
     """Build the critic: with the weights of its own model, or the policy's first ones, and with the values of a reward
     model, or 0. Collective. Raises ConfigError."""
     own = model.critic
-    folder, shape = (model.folder, model.hf_config) if own is None else (own.folder, own.hf_config)
+    one = (model.folder, model.hf_config, None) if own is None else (own.folder, own.hf_config, own.rows)
+    folder, shape, rows = one
 
     def load() -> Tensor | None:
         try:
-            return load_hf(critic.chunks, shape, folder, layout, progress, scalar=True)
+            return load_hf(critic.chunks, shape, folder, layout, progress, scalar=True, rows=rows)
         except ValueError as error:
             raise error if own is None else ValueError(f"algorithm.critic.path: {error}") from None
 

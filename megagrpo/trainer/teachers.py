@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +23,11 @@ from megagrpo.weights.bridge.load import load_hf
 
 @dataclass(frozen=True)
 class TeacherFiles:
-    """The Hugging Face folder of a teacher."""
+    """The Hugging Face folder of a teacher, its shape with the policy's vocabulary, and the `rows` of its files."""
 
     folder: Path
     hf_config: HfConfig
+    rows: int
 
 
 def teacher_files(
@@ -49,20 +50,22 @@ def teacher_files(
 def model_files(
     key: str, path: str, policy: HfConfig, layout: Layout, tokenizer: Tokenizer | None, scores: bool = False
 ) -> TeacherFiles:
-    """Return the files of a model that reads the policy's tokens; with `scores` it may be a reward model. Raises
-    ValueError like `teacher_files`."""
+    """Return the files of a model that reads the policy's tokens, and may have more rows of padding; with `scores` it
+    may be a reward model. Raises ValueError like `teacher_files`."""
     folder = resolve_model(path, key, scores)
     hf_config = load_hf_config(folder, scores)
     fix = f"name a {'critic' if scores else 'teacher'} with the policy's tokens"
-    if hf_config.vocab_size != policy.vocab_size:
-        raise ValueError(f"{key}: {folder} has {hf_config.vocab_size} tokens, the policy {policy.vocab_size}; {fix}")
-    if tokenizer and (folder / "tokenizer_config.json").exists():
-        for i, (own, other) in enumerate(zip(tokenizer.pieces(), load_tokenizer(folder).pieces(), strict=False)):
-            if own != other:
-                raise ValueError(f"{key}: token {i} of {folder} is {other!r}, the policy's is {own!r}; {fix}")
+    rows, num_tokens = hf_config.vocab_size, policy.vocab_size
+    named = tokenizer is not None and (folder / "tokenizer_config.json").exists()
+    pieces = load_tokenizer(folder).pieces() if named else []
+    if rows < num_tokens or (rows > num_tokens and tokenizer and not 0 < len(pieces) <= num_tokens):
+        raise ValueError(f"{key}: {folder} has {rows} tokens, the policy {num_tokens}; {fix}")
+    for i, (own, other) in enumerate(zip(tokenizer.pieces() if tokenizer else [], pieces, strict=False)):
+        if own != other:
+            raise ValueError(f"{key}: token {i} of {folder} is {other!r}, the policy's is {own!r}; {fix}")
     for problem in model_problems(hf_config, layout.parallel):
         raise ValueError(f"{key}: {folder} in the policy's layout: {problem.text}")
-    return TeacherFiles(folder, hf_config)
+    return TeacherFiles(folder, replace(hf_config, vocab_size=num_tokens), rows)
 
 
 def load_teachers(
@@ -81,7 +84,7 @@ def load_teachers(
     }
     for teacher, one in zip(build_teachers(config, *models, shapes, served), files, strict=True):
         if one is not None and isinstance(teacher.model, MegatronPolicy):
-            load = partial(load_hf, teacher.model.chunks, one.hf_config, one.folder, layout, progress)
+            load = partial(load_hf, teacher.model.chunks, one.hf_config, one.folder, layout, progress, rows=one.rows)
             run_own_and_agree(layout, load)
         teachers.append(teacher)
     return teachers

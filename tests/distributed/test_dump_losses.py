@@ -7,6 +7,7 @@ Each case takes two optimizer steps on one batch, so the policy differs from the
 import functools
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,8 @@ def audits(*names):
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         run_ranks(make_model, 1, root / "model", two_layers())
-        run_ranks(make_model, 1, root / "teacher", two_layers(), 1)
+        padded = replace(two_layers(), raw=two_layers().raw | dict(vocab_size=two_layers().vocab_size + 7))
+        run_ranks(make_model, 1, root / "teacher", padded, 1)
         (root / "one").symlink_to(root / "teacher")
         run_ranks(_dump_all, 2, root, names)
         return run_ranks(_audit_all, 1, root, names)[0]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megagrpo.config import AlgorithmSection, TeacherSection
 from megagrpo.data.tokens.grammar import Grammars, allowed
+from megagrpo.families.hf_config import load_hf_config
 from megagrpo.families.weight_sources import resolve_model
 from megagrpo.proof.audit import naive, naive_loss
 from megagrpo.proof.audit.dumped_rows import Rows
@@ -94,7 +96,10 @@ def _teacher(step: Step, section: TeacherSection) -> nn.Module:
         folder = step.reference if section.path == "reference" else step.updates[0].weights
         return model_of(step, folder).requires_grad_(False)
     folder = resolve_model(str(section.path), "algorithm.teacher.path")
-    return naive.load_model(folder, step.dtype, step.config.longest_sequence).requires_grad_(False)
+    model: Any = naive.load_model(folder, step.dtype, step.config.longest_sequence).requires_grad_(False)
+    if (rows := load_hf_config(step.model).vocab_size) < load_hf_config(folder).vocab_size:
+        model.resize_token_embeddings(rows)  # the others are padding
+    return model
 
 
 def model_of(step: Step, folder: Path, base: Path | None = None) -> nn.Module:

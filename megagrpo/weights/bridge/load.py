@@ -40,9 +40,11 @@ def load_hf(
     layout: Layout,
     progress: Progress = SILENT,
     scalar: bool = False,
+    rows: int | None = None,
 ) -> Tensor | None:
     """Fill all parameters of `chunks` from safetensors in `folder`, cast to their dtypes. `progress` counts tensors.
-    With `scalar` the folder may hold a reward model: its head [H] is returned, and the LM head that it lacks is 0.
+    With `scalar` the folder may hold a reward model: its head [H] is returned, and the LM head that it lacks is 0. The
+    files have one row per token, or `rows`, of which the last ones are left out.
 
     Raises ValueError, naming file and tensor, when a file is damaged, or a tensor is missing or of another shape. The
     same error is raised for a tensor without a place on any rank, and for NaN or infinity in this rank's slices.
@@ -55,7 +57,7 @@ def load_hf(
         parameters = [one for one in parameters if one[2][0].name != lm_head]
         for param in unused:
             param.data.zero_()
-    checkpoint.check([block for _, _, parameter_blocks in parameters for block in parameter_blocks], hf_config)
+    checkpoint.check([block for _, _, parameter_blocks in parameters for block in parameter_blocks], hf_config, rows)
     if layout.world_rank == 0:
         checkpoint.check_head(hf_config)
         checkpoint.say_untrained(hf_config)
@@ -139,13 +141,16 @@ class Checkpoint:
         self.where = {name: file for name, file in self.where.items() if name != SCORE}
         return score[0]
 
-    def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
-        """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape.
+    def check(self, wanted: list[Block], hf_config: HfConfig, rows: int | None = None) -> None:
+        """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape, where
+        embeddings and head have `rows`, if given.
 
         Also raises ValueError if a tensor on disk has no place in the model on any rank, unless it is `untrained`.
         """
         _raise_first(self._name_problems({block.name for block in wanted}, hf_config))
-        _raise_first(problem for block in wanted for problem in self._tensor_problems(block.name, block.shape))
+        of_tokens = embedding_and_head(hf_config) if rows else ()
+        shapes = {b.name: (rows, *b.shape[1:]) if b.name in of_tokens and rows else b.shape for b in wanted}
+        _raise_first(problem for name, shape in shapes.items() for problem in self._tensor_problems(name, shape))
 
     def check_all(self, hf_config: HfConfig) -> None:
         """Raises ValueError when any tensor of the model is missing, a tensor on disk has no place in the model, or the

@@ -484,7 +484,7 @@ def test_a_teacher_costs_its_weights_a_chunk_of_logits_and_hidden_states(folder,
 @pytest.mark.parametrize(
     ("teacher", "said"),
     [
-        (dict(vocab_size=49153), "algorithm.teacher.0.path: .* has 49153 tokens, the policy 49152; name a teacher"),
+        (dict(vocab_size=49151), "algorithm.teacher.0.path: .* has 49151 tokens, the policy 49152; name a teacher"),
         (dict(num_attention_heads=7, num_key_value_heads=7, hidden_size=448), "in the policy's layout: .*divisible"),
         (None, "algorithm.teacher.0.path: .*teacher does not exist"),
     ],
