@@ -141,6 +141,37 @@ def test_every_kind_of_step_can_be_audited(options, tmp_path):
     assert code == 0, said
 
 
+@pytest.mark.full
+def test_a_step_with_teachers_of_rows_can_be_audited(tmp_path):
+    """The policy after a prompt with the answer, the reference on some rows, and a model with rows of padding."""
+    import transformers
+
+    kinds, model = ("odd", "even"), transformers.AutoModelForCausalLM.from_pretrained(world.folder() / "model")
+    rows = [json.dumps(dict(prompt=f"What is {a} + 2?", answer=str(a + 2), kind=kinds[a % 2])) for a in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    shutil.copytree(world.folder() / "model", tmp_path / "padded")
+    torch.manual_seed(1)
+    model.resize_token_embeddings(model.config.vocab_size + 6)
+    for weight in model.parameters():
+        weight.data.add_(0.02 * torch.randn_like(weight))
+    model.save_pretrained(tmp_path / "padded")
+    teachers = [
+        dict(path="policy", prompt="{prompt} It is {answer}.", divergence="jensen_shannon"),
+        dict(path="reference", where=dict(kind="odd"), over=100_000, weight=0.5),
+        dict(path=str(tmp_path / "padded"), where=dict(kind=["even"]), divergence="forward"),
+        dict(path=str(tmp_path / "padded"), over="sampled", weight=0.1),
+    ]
+    words = [f"data.train.source={tmp_path / 'rows.jsonl'}", f"algorithm.teacher={json.dumps(teachers)}"]
+    words += ["rewards.functions=[]", "debug.dump_steps=[1,2]", "rollout.max_prompt_length=80"]
+    done = world.train(tmp_path, *words, "algorithm.mask_truncated_completions=true", "rollout.num_generations=24")
+    assert done.code == 0, done.err
+    divergences = [line["teacher/reference/divergence"] for line in done.lines if "loss" in line]
+    assert divergences[0] == 0 < divergences[1]
+    for step in (1, 2):
+        code, said = world.audit(done.folder, "--step", step)
+        assert code == 0 and "divergence from padded_2" in said, said
+
+
 def in_text(change):
     """Return a function that applies `change` to step.json."""
 
