@@ -229,13 +229,13 @@ def _folder(config: RunConfig) -> str:
     return str(resolve_model(path)) if path.startswith(PACKAGE) or os.path.exists(os.path.expanduser(path)) else path
 
 
-TOKENIZER_SECONDS = 60  # of CPU time
-TOKENIZER_MEMORY = 4 * 2**30  # bytes of memory more than before the trial
+RENDER_SECONDS = 60  # of CPU time
+RENDER_MEMORY = 4 * 2**30  # bytes of memory more than before the trial
 _NO_MEMORY = 3  # exit code
 
 
 def try_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Render and encode one short prompt. Raises ValueError if that takes more than TOKENIZER_SECONDS or TOKENIZER_MEMORY.
+    """Render and encode one short prompt. Raises ValueError if that takes more than RENDER_SECONDS or RENDER_MEMORY.
 
     Other errors are not raised: the first row of the data shows them better.
     """
@@ -243,23 +243,24 @@ def try_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         child = get_context("fork").Process(target=_try, args=(config, tokenizer), daemon=True)
         child.start()
-    child.join(10 * TOKENIZER_SECONDS)  # of a busy machine
+    child.join(10 * RENDER_SECONDS)  # of a busy machine
     if child.is_alive():
         child.kill()
         child.join()
     keys = f"the chat template (data.chat_template) or the tokenizer (model.tokenizer) of {config.model.path}"
     if child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise ValueError(f"model.path: {keys} did not finish a prompt of 100 characters in {TOKENIZER_SECONDS} s; use another")
+        late = f"did not finish a prompt of 100 characters in {RENDER_SECONDS} s"
+        raise ValueError(f"model.path: {keys} {late}; use another")
     if child.exitcode in (_NO_MEMORY, -signal.SIGABRT):
-        need = f"needs more than {TOKENIZER_MEMORY / 2**30:g} GiB of memory for a prompt of 100 characters"
+        need = f"needs more than {RENDER_MEMORY / 2**30:g} GiB of memory for a prompt of 100 characters"
         raise ValueError(f"model.path: {keys} {need}; use another")
 
 
 def _try(config: RunConfig, tokenizer: Tokenizer) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # an abort of the tokenizer writes there
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + TOKENIZER_MEMORY,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (TOKENIZER_SECONDS, TOKENIZER_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + RENDER_MEMORY,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (RENDER_SECONDS, RENDER_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     data = config.data
     try:

@@ -89,11 +89,6 @@ class MultiTurnSection(Section):
         return agent
 
     @property
-    def agent_function(self) -> str | None:
-        """The function of the agent."""
-        return self.agent.get("function") if isinstance(self.agent, dict) else self.agent
-
-    @property
     def roles(self) -> dict[str, float]:
         """The weight in the loss of each of the agent's roles; empty without roles."""
         return self.agent.get("roles", {}) if isinstance(self.agent, dict) else {}

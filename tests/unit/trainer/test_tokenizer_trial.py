@@ -33,8 +33,8 @@ def config(template):
     ],
 )
 def test_a_tokenizer_that_never_ends_or_takes_all_memory_is_named(template, normalizer, said, tokenizer, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(dry_run, "TOKENIZER_SECONDS", 2)
-    monkeypatch.setattr(dry_run, "TOKENIZER_MEMORY", 2**28)
+    monkeypatch.setattr(dry_run, "RENDER_SECONDS", 2)
+    monkeypatch.setattr(dry_run, "RENDER_MEMORY", 2**28)
     tokenizer.render("warm")  # imports outside of the limits
     own = tokenizer.tokenizer.backend_tokenizer
     own.normalizer = normalizer
