@@ -84,10 +84,11 @@ class RefHead:
 
 
 @dataclass(frozen=True)
-class RefTop:
-    """The k most likely tokens of another model at each position; the others count together, as one outcome.
+class TopLogprobs:
+    """The k most likely tokens of a model at each position, most likely first. In a divergence the others count
+    together, as one outcome.
 
-    >>> top = RefTop(logprobs=torch.tensor([[-0.2, -2.0]] * 5), token_ids=torch.tensor([[7, 3]] * 5))  # k = 2
+    >>> top = TopLogprobs(logprobs=torch.tensor([[-0.2, -2.0]] * 5), token_ids=torch.tensor([[7, 3]] * 5))  # k = 2
     """
 
     logprobs: Tensor  # [T, k] or, at the n loss tokens of a rank, [n, k] float32
@@ -102,7 +103,7 @@ class OtherHead:
     [[7, 3], [7, 3]]
     """
 
-    head: RefHead | RefTop
+    head: RefHead | TopLogprobs
     direction: str
     mix: float = 0.5
 
@@ -110,7 +111,7 @@ class OtherHead:
         """Return the part for these loss tokens [n] of a rank. Hidden states of a head are theirs already."""
         if isinstance(self.head, RefHead):
             return self
-        return replace(self, head=RefTop(self.head.logprobs[tokens], self.head.token_ids[tokens]))
+        return replace(self, head=TopLogprobs(self.head.logprobs[tokens], self.head.token_ids[tokens]))
 
 
 @dataclass(frozen=True)
@@ -308,15 +309,9 @@ class TrainBatch:
         pairs = zip(self.micro_batches, routes, strict=True)
         return replace(self, micro_batches=tuple(replace(m, routes=rows) for m, rows in pairs))
 
-    def with_loss_weights(self, of_samples: Tensor) -> TrainBatch:
-        """Return a copy whose loss terms have these weights [N] float32 of the step's samples."""
-        rows = [m.spread(m.samples, of_samples) for m in self.micro_batches]
-        return self.with_terms(loss_weights=rows)
-
     def with_advantages(self, of_trajectories: Tensor) -> TrainBatch:
         """Return a copy with these advantages [N] of the step's trajectories."""
-        rows = of_trajectories.float()
-        return replace(self, micro_batches=tuple(m.with_advantages(rows) for m in self.micro_batches))
+        return replace(self, micro_batches=tuple(m.with_advantages(of_trajectories) for m in self.micro_batches))
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from megagrpo.platform.parallel.bulk_messages import share_rows
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.policy.lm_head.top_logprobs import TopLogprobs
-from megagrpo.train_types import MicroBatch, TrainBatch
+from megagrpo.train_types import MicroBatch, TopLogprobs, TrainBatch
 
 MOST_TRIES, ANSWER_SECONDS, AT_ONCE = 4, 600.0, 32  # of a request; requests in flight per server
 BYTES_PER_LOGPROB = 512  # of a response, at most; with the token's text

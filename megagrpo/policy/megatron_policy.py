@@ -31,7 +31,7 @@ from megagrpo.policy.images.image_inputs import inputs_of, shares_prompts
 from megagrpo.policy.layers.embedding import add_gradients_directly
 from megagrpo.policy.layers.megatron_modules import config_of
 from megagrpo.policy.lm_head.task import HeadTask, Upstream, loss_gradients
-from megagrpo.policy.lm_head.top_logprobs import TopLogprobs, top_logprobs
+from megagrpo.policy.lm_head.top_logprobs import top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import rows_with_others
 from megagrpo.policy.lora.lora_layers import attach_adapters, without_dropout
 from megagrpo.policy.lora.quantized_base import store_weights
@@ -50,7 +50,7 @@ from megagrpo.policy.optimizer.policy_optimizer import (
 )
 from megagrpo.policy.transformer.activation_offload import offload_activations
 from megagrpo.policy.transformer.message_overlap import prepare_overlap
-from megagrpo.train_types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch
+from megagrpo.train_types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TopLogprobs, TrainBatch
 
 
 class MegatronPolicy:

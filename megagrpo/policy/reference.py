@@ -14,12 +14,11 @@ from torch import Tensor
 
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.fp8.tensor import copied
-from megagrpo.policy.lm_head.top_logprobs import TopLogprobs
 from megagrpo.policy.lora.quantized_base import StoredWeight
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.moe.router_losses import selection_biases
-from megagrpo.train_types import MicroBatch, RefHead, TrainBatch
+from megagrpo.train_types import MicroBatch, RefHead, TopLogprobs, TrainBatch
 
 
 class Reference:

@@ -13,10 +13,18 @@ from torch import Tensor
 from megagrpo.config import AlgorithmSection, LoraSection, ModelSection, RunConfig, TeacherSection
 from megagrpo.families.hf_config import HfConfig
 from megagrpo.platform.parallel.context import rank_indices
-from megagrpo.policy.lm_head.top_logprobs import TopLogprobs
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
-from megagrpo.train_types import MicroBatch, OtherHead, Reading, RefHead, RefTop, StepTerms, TeacherTerm, TrainBatch
+from megagrpo.train_types import (
+    MicroBatch,
+    OtherHead,
+    Reading,
+    RefHead,
+    StepTerms,
+    TeacherTerm,
+    TopLogprobs,
+    TrainBatch,
+)
 
 Answer = OtherHead | Tensor  # of a micro-batch: distributions, or the log-probs [T] of its labels
 EXCLUDED = -9000.0  # of a token that a model excludes; vLLM sends -9999 for -inf
@@ -58,7 +66,7 @@ class Teacher:
         weight = self.section.weight_at(step)
         if not weight:
             return batch
-        read = [None if (one := m.readings.get(self.name)) is None else one for m in batch.micro_batches]
+        read = [m.readings.get(self.name) for m in batch.micro_batches]
         own = [m if one is None else one.micro_batch for m, one in zip(batch.micro_batches, read, strict=True)]
         plain = replace(batch, micro_batches=tuple(replace(m, routes=None, terms=StepTerms()) for m in own))
         triples = zip(batch.micro_batches, read, self._answers(plain, any(read)), strict=True)
@@ -72,9 +80,12 @@ class Teacher:
         section = self.section
         if section.over == "sampled":
             return self.model.logprobs(batch)
-        heads: Sequence[RefHead | RefTop | None] = (
-            self._tops(batch, section.over) if isinstance(section.over, int) else self._heads(batch, whole)
-        )
+        heads: Sequence[RefHead | TopLogprobs | None]
+        if isinstance(section.over, int):
+            model = self.model if isinstance(self.model, MegatronPolicy) else self.policy
+            heads = self.model.top_logprobs(batch, min(section.over, model.hf_config.vocab_size))
+        else:
+            heads = self._heads(batch, whole)
         return [None if head is None else OtherHead(head, section.divergence, section.mix) for head in heads]
 
     def _heads(self, batch: TrainBatch, whole: bool) -> list[RefHead | None]:
@@ -82,14 +93,9 @@ class Teacher:
         heads = self.model.heads(batch, whole)
         if not self.section.is_own or self.policy.config.algorithm.updates_per_step == 1:
             return heads
-        copies = {id(head.weight): head.weight.clone() for head in heads[:1] if head is not None}  # the policy moves
-        weight = next(iter(copies.values()), None)
+        # a copy, because the policy moves; all heads have one weight
+        weight = next((head.weight.clone() for head in heads if head is not None), None)
         return [None if head is None or weight is None else replace(head, weight=weight) for head in heads]
-
-    def _tops(self, batch: TrainBatch, k: int) -> list[RefTop | None]:
-        model = self.model if isinstance(self.model, MegatronPolicy) else self.policy
-        tops = self.model.top_logprobs(batch, min(k, model.hf_config.vocab_size))
-        return [None if top is None else RefTop(top.logprobs, top.token_ids) for top in tops]
 
     def _terms(self, m: MicroBatch, reading: Reading | None, answer: Answer, weight: float) -> tuple[TeacherTerm, ...]:
         weights = m.advantages.new_full((m.num_tokens,), weight)
@@ -109,9 +115,9 @@ class Teacher:
 
         if isinstance(answer, Tensor):
             return spread(answer[mask.to(answer.device)], m.num_tokens, reading.tokens)
-        if isinstance(head := answer.head, RefTop):
+        if isinstance(head := answer.head, TopLogprobs):
             rows = (row[mask.to(row.device)] for row in (head.logprobs, head.token_ids))
-            return replace(answer, head=RefTop(*(spread(row, m.num_tokens, reading.tokens) for row in rows)))
+            return replace(answer, head=TopLogprobs(*(spread(row, m.num_tokens, reading.tokens) for row in rows)))
         layout, states = self.policy.layout, spread(head.hidden, m.num_tokens, reading.tokens)
         tokens = rank_indices(m.cu_seqlens, layout.parallel.cp, layout.cp_rank)
         own = tokens[m.loss_mask[tokens]].to(states.device)

@@ -180,7 +180,7 @@ class Learning:
         weights = loss_weights(parts, prompts, factors, algorithm.loss_share_of_tasks)
         of_samples = torch.zeros(len(samples.every))
         of_samples[torch.from_numpy(members)] = torch.tensor([weights.get(task, 0.0) for task in tasks])
-        return batch.with_loss_weights(of_samples)
+        return batch.with_terms(loss_weights=[m.spread(m.samples, of_samples) for m in batch.micro_batches])
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference

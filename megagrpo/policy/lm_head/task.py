@@ -21,7 +21,7 @@ from megagrpo.policy.lm_head.divergence import Divergence
 from megagrpo.policy.lm_head.logit_processors import LogitProcessors, runs_of
 from megagrpo.policy.lm_head.vocab_shard import VocabShard
 from megagrpo.policy.lm_head.vocab_truncation import TruncationsOfTokens
-from megagrpo.train_types import LossFn, LossInputs, MicroBatch, RefHead, RefTop, moved
+from megagrpo.train_types import LossFn, LossInputs, MicroBatch, RefHead, TopLogprobs, moved
 from megagrpo.types import NO_TRUNCATION, SamplingParams, Truncation
 
 LOGPROBS, ENTROPY, KL = range(3)  # indices of the outputs
@@ -57,7 +57,7 @@ class HeadTask:
     fused: bool = False  # Triton kernels, which choose their own chunk
     fp8: str | None = None  # the kernels multiply FP8: "tensorwise" or "blockwise"
     # the other model's hidden states [N, H] and head [V/tp, H], for an exact KL, or its most likely tokens
-    ref: RefHead | RefTop | None = None
+    ref: RefHead | TopLogprobs | None = None
     direction: str = "reverse"  # of the KL: reverse is KL(policy || other), forward KL(other || policy), or a mixture
     mix: float = 0.5  # of a direction with a mixture
 
@@ -137,7 +137,7 @@ class HeadTask:
     def num_results(self) -> int:
         """Number of values per token: outputs, log-normaliser per model and, if truncated, the smallest kept logit, or
         the sum of slopes of a mixture or of the most likely tokens."""
-        mixes = self.ref is not None and (self.divergence.mixes or isinstance(self.ref, RefTop))
+        mixes = self.ref is not None and (self.divergence.mixes or isinstance(self.ref, TopLogprobs))
         return 2 * self.num_outputs - 1 + bool(self.truncation) + mixes
 
 

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_shard import Softmax, chunks
-
-
-@dataclass(frozen=True)
-class TopLogprobs:
-    """The k most likely tokens of each position, most likely first.
-
-    >>> top = TopLogprobs(*torch.tensor([[0.125, 0.25, 0.625], [0.5, 0.375, 0.125]]).log().topk(k=2))
-    >>> top.token_ids.tolist(), top.logprobs.exp().tolist()  # T = 2
-    ([[2, 1], [0, 1]], [[0.625, 0.25], [0.5, 0.375]])
-    """
-
-    logprobs: Tensor  # [T, k] float32
-    token_ids: Tensor  # [T, k] int64
+from megagrpo.train_types import TopLogprobs
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from megagrpo.policy.lm_head.fused_logprobs import FusedPass
 from megagrpo.policy.lm_head.task import ENTROPY, KL, LOGPROBS, HeadTask
 from megagrpo.policy.lm_head.vocab_shard import HeadGradients, Softmax, chunks, column_blocks, sum_dtype
 from megagrpo.policy.lm_head.vocab_truncation import drop_below, lowest_kept
-from megagrpo.train_types import OtherHead, RefHead, RefTop
+from megagrpo.train_types import OtherHead, RefHead, TopLogprobs
 from megagrpo.types import NO_TRUNCATION
 
 
@@ -139,7 +139,7 @@ class _Pass:
         self._task, self._policy, self.chunk = task, (hidden, weight), task.chunk
         self.shard = task.shard(weight)
         self._memory = self.shard.logits_buffer(hidden, task.chunk)
-        self._top = task.ref if isinstance(task.ref, RefTop) else None
+        self._top = task.ref if isinstance(task.ref, TopLogprobs) else None
         self._ref = task.ref if isinstance(task.ref, RefHead) else None
         self._ref_memory = self._memory[:0] if self._ref is None else torch.empty_like(self._memory)
         self._logits, self._ref_logits = self._memory, self._ref_memory
@@ -206,7 +206,7 @@ class _Pass:
         kl = first.difference / first.total + (second.maximum - first.maximum) + (second.total / first.total).log()
         return torch.stack((policy.logprobs, policy.entropy, kl, policy.log_normaliser, ref.log_normaliser))
 
-    def _with_top(self, policy: Softmax, rows: slice, top: RefTop) -> Tensor:
+    def _with_top(self, policy: Softmax, rows: slice, top: TopLogprobs) -> Tensor:
         """Return log-probs, entropy, divergence, log-normaliser, the sum of the slopes, and the slope of the other
         tokens divided by their probability [6, n]."""
         at_top = self.shard.gather_columns(self._logits, top.token_ids[rows])

@@ -8,7 +8,7 @@ from megagrpo.platform import device
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.top_logprobs import top_logprobs
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
-from megagrpo.train_types import RefHead, RefTop
+from megagrpo.train_types import RefHead, TopLogprobs
 from tests.unit.for_each import for_each
 
 VOCAB, PADDED, WIDTH = 37, 40, 16
@@ -103,7 +103,7 @@ def test_padding_rows_take_no_part_whatever_they_hold(direction):
 def most_likely(hidden, weight, k, **options):
     task = HeadTask(torch.zeros(len(hidden)).long(), vocab_size=VOCAB, **options)
     top = top_logprobs(hidden.detach(), weight.detach(), k, task)
-    return RefTop(top.logprobs, top.token_ids)
+    return TopLogprobs(top.logprobs, top.token_ids)
 
 
 @for_each("early", [False, True])
