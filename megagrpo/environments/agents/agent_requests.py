@@ -13,6 +13,7 @@ from megagrpo.environments.agents.agent_messages import Message, Refused
 from megagrpo.types import SamplingParams
 
 POLICY_NAME = "policy"  # the model's name; an agent may ask for any other
+MOST_STOPS = 64  # stop strings of a request: the server looks for each one after every token
 # Parameters of both protocols that do not influence the policy's turn.
 _NO_INFLUENCE = (
     *("metadata", "model", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
@@ -119,6 +120,8 @@ def _is_function(tool: Any) -> bool:
 def checked_stop(stop: Any) -> tuple[str, ...]:
     """Return a request's stop strings. Raises Refused for others than texts with characters."""
     listed = [stop] if stop and isinstance(stop, str) else stop or []
-    if not isinstance(listed, list) or not all(isinstance(text, str) and text for text in listed):
-        raise Refused("stop must be a text or a list of texts, each with characters", "invalid_value", param="stop")
+    is_list = isinstance(listed, list) and len(listed) <= MOST_STOPS
+    if not is_list or not all(isinstance(text, str) and text for text in listed):
+        reason = f"stop must be a text or a list of at most {MOST_STOPS} texts, each with characters"
+        raise Refused(reason, "invalid_value", param="stop")
     return tuple(listed)

@@ -731,6 +731,7 @@ def test_responses_continue_their_items(policy, streams):
         ({"tools": [{"type": "custom"}]}, "unsupported_parameter"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": "all"}}]}, "unsupported_parameter"),
         ({"stop": ["a", ""]}, "invalid_value"),
+        ({"stop": ["a"] * 65}, "invalid_value"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]}, "unsupported_content"),
         ({"messages": [{"role": "tool", "tool_call_id": ["a"], "content": "a"}]}, "invalid_messages"),
         (
