@@ -7,7 +7,7 @@ of the trajectory begins with these tokens as its prompt. No token that the poli
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -91,6 +91,7 @@ class Trajectory:
         self.ended, self.cause, self.rewards = "", "", dict[str, float | None]()  # as in `Dialogue`
         self.outputs = dict[str, str | None]()
         self._numbers = set[int]()  # of turns that the policy has taken or takes
+        self._free = list[int]()  # heap of the numbers that were given up, below the largest one ever taken
         self.limit = ""  # which one was reached first, as in `Dialogue.ended`
         self.counts = Counter[str]()
         self.renderer, self._max_turns, self.roles = renderer, max_turns, roles
@@ -140,7 +141,7 @@ class Trajectory:
             self.limit = self.limit or "budget"
             after = f"at most {self._max_response} of a sample's tokens come after its first prompt"
             raise too_long(f"the messages have {len(start.context)} tokens, and {after}", self._max_length)
-        number = next(number for number in itertools.count() if number not in self._numbers)
+        number = heapq.heappop(self._free) if self._free else len(self._numbers)
         self._numbers.add(number)
         if self._last is not None and self._delivered is not None:
             self._last.note(answered=time.monotonic() - self._delivered)
@@ -149,7 +150,8 @@ class Trajectory:
 
     def give_up(self, number: int) -> None:
         """Take back a turn that was not recorded: the next one gets its number, and with it its seed."""
-        self._numbers.discard(number)
+        self._numbers.remove(number)
+        heapq.heappush(self._free, number)
 
     def note_refusal(self, error: Refused) -> None:
         """Remember a limit because of which a request was refused before its turn began."""
