@@ -106,15 +106,36 @@ def test_a_server_that_is_killed_gets_the_rounded_weights_again_below_the_adapte
     assert all(line["token_mult_prob_error"] < 1.001 for line in run.metrics)
 
 
-def test_the_servers_of_a_run_judge_its_responses_with_the_policy_and_with_the_reference(tmp_path):
+def judged(tmp_path, judge):
+    """Options of a run whose servers judge: the policy by a rubric, and `judge` in pairs."""
     model = shutil.copytree(world.folder() / "model", tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 4096}
     (model / "config.json").write_text(json.dumps(config))
     common = "explain: false, max_tokens: 400, temperature: 1.0, max_chars: 100, verdict_retries: 9"
-    rubric = "{function: rubric, timeout: 100, args: {judge: policy, criteria: [{title: short}], %s}}"
-    pairwise = "{function: pairwise, timeout: 100, args: {judge: reference, opponents: 2, %s}}"
-    functions = f"rewards.functions=[{rubric}, {pairwise}]" % (common, common)
-    words = (f"model.path={model}", *LORA, "lora.sync=adapter", functions, "run.max_steps=1", "debug.dump_steps=[1]")
+    rubric = f"{{function: rubric, timeout: 100, args: {{judge: policy, criteria: [{{title: short}}], {common}}}}}"
+    pairwise = f"{{function: pairwise, timeout: 100, args: {{judge: {judge}, opponents: 2, {common}}}}}"
+    return f"model.path={model}", f"rewards.functions=[{rubric}, {pairwise}]"
+
+
+@pytest.mark.full
+def test_the_policy_judges_ahead_of_training_in_evaluations_and_for_every_replica(tmp_path):
+    words = ["run.max_steps=3", "rollout.max_staleness=1", "rollout.placement=dedicated", "rollout.prompts_per_step=2"]
+    words += ["algorithm.importance_correction=token_truncate", "evaluation.steps=1", "train.learning_rate=1e-30"]
+    words.append(f"data.eval={{source: {world.folder()}/eval.jsonl}}")
+    process = world.start(tmp_path, *judged(tmp_path, "policy"), *words, launched=True, NPROC="2")
+    run = world.finish(process, tmp_path)
+    assert run.code == 0 and len(run.metrics) == 3, run.err
+    for line in run.metrics:
+        assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)
+        for name in ("rubric", "pairwise"):
+            assert line[f"rewards/{name}/exceptions"] == line[f"rewards/{name}/timeouts"] == 0, run.err
+            assert line[f"rewards/{name}/judge_completion_tokens"] > 0
+    evaluated = [line for line in run.lines if "eval/reward" in line]
+    assert len(evaluated) == 4 and all(0 <= line["eval/rewards/rubric/mean"] <= 1 for line in evaluated), evaluated
+
+
+def test_the_servers_of_a_run_judge_its_responses_with_the_policy_and_with_the_reference(tmp_path):
+    words = (*judged(tmp_path, "reference"), *LORA, "lora.sync=adapter", "run.max_steps=1", "debug.dump_steps=[1]")
     run = world.train(tmp_path, *words, "rollout.prompts_per_step=1", "rollout.num_generations=4", launched=True)
     assert run.code == 0, run.err
     (line,) = run.metrics
