@@ -24,7 +24,7 @@ from megagrpo.algorithms.advantages import group_advantages, normalized_sum_adva
 from megagrpo.algorithms.entropy import quantile
 from megagrpo.config import DataSection
 from megagrpo.data.packing.sample_packing import PackingRules, SampleShapes, plan_packing, slices
-from megagrpo.data.sources.curriculum import Curriculum
+from megagrpo.data.sources.prompt_order import Curriculum
 from megagrpo.proof.report.collect import read_run
 from megagrpo.proof.report.shown_responses import choose
 from megagrpo.records.rows.jsonl_file import encoded

@@ -28,7 +28,7 @@ from megagrpo.trainer.recording import Journal, make_records, open_journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.groups import Rollouts
-from megagrpo.trainer.rollout.kept_source import last_step, open_kept
+from megagrpo.trainer.rollout.scored_groups import last_step, open_kept
 from megagrpo.trainer.rollout.sourced_prompts import SourcedPrompts
 from megagrpo.trainer.run_inputs import Inputs, read_inputs
 from megagrpo.trainer.syncing import Syncing

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count, islice
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from megagrpo.config import ConfigError, DataSection
 from megagrpo.data.sources.bad_rows import BadRows
-from megagrpo.data.sources.curriculum import Curriculum
 from megagrpo.data.sources.data_identity import DataIdentity
-from megagrpo.data.sources.row_permutation import RowPermutation
 from megagrpo.train_types import TrainState
 from megagrpo.types import Prompt
 
@@ -214,3 +212,90 @@ class ResponseLengths:
     def expected(self, prompt_id: int) -> float:
         """Return the mean length at the prompt's last visit; 0 if it had none."""
         return float(self._means[prompt_id]) if prompt_id < self._means.size else 0.0
+
+
+ROUNDS = 6
+
+
+class RowPermutation(Sequence[int]):
+    """`rows` in an order that depends on `key` alone; each element is computed when it is asked for.
+
+    A Feistel network permutes the numbers of 2 x `half` bits (Luby and Rackoff 1988). A number beyond the rows is
+    permuted again, until it is one of theirs: at most four times on average.
+
+    >>> sorted(RowPermutation(range(10), "seed 0")) == list(range(10))
+    True
+    """
+
+    def __init__(self, rows: Sequence[int], key: str):
+        self._rows, self._key = rows, key
+        self._half = max(1, (max(1, len(rows) - 1).bit_length() + 1) // 2)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return (self[i] for i in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        while (place := self._permuted(place)) >= len(self):
+            pass
+        return self._rows[place]
+
+    def _permuted(self, number: int) -> int:
+        mask = (1 << self._half) - 1
+        left, right = number >> self._half, number & mask
+        for i in range(ROUNDS):
+            digest = blake2b(f"{self._key}/{i}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
+        return left << self._half | right
+
+
+class Curriculum:
+    """Keeps the pass rates of a data set's prompts, and derives the prompts that rest.
+
+    A prompt whose last pass rate is outside the interval `data.curriculum` rests for `curriculum_rest` epochs
+    and is then drawn again. So prompts inside are drawn more often. A prompt without a pass rate does not rest. Nothing
+    is random: the same history rests the same prompts. With an empty `data.curriculum` no prompt rests.
+    """
+
+    def __init__(self, section: DataSection):
+        self._section = section
+        self._history: dict[int, tuple[float, int]] = {}  # prompt_id -> (last pass rate, epoch of that draw)
+
+    @property
+    def history(self) -> list[tuple[int, float, int]]:
+        """The whole state: (prompt_id, last pass rate, epoch of that draw) for each prompt with a pass rate."""
+        return [(prompt_id, rate, epoch) for prompt_id, (rate, epoch) in self._history.items()]
+
+    @history.setter
+    def history(self, value: Iterable[Sequence[float]]) -> None:
+        self._history = {int(prompt_id): (rate, int(epoch)) for prompt_id, rate, epoch in value}
+
+    def rests(self, prompt_id: int, epoch: int) -> bool:
+        """Whether the prompt rests in this epoch."""
+        if not self._section.curriculum or prompt_id not in self._history:
+            return False
+        rate, drawn = self._history[prompt_id]
+        low, high = self._section.curriculum
+        return not low <= rate <= high and epoch - drawn <= self._section.curriculum_rest
+
+    def learn(self, pass_rates: Mapping[int, float], epochs: Mapping[int, int]) -> None:
+        """Store the pass rates of drawn prompts and the epochs in which they were drawn, both by prompt_id."""
+        if self._section.curriculum:
+            self._history |= {prompt_id: (rate, epochs[prompt_id]) for prompt_id, rate in pass_rates.items()}
+
+    def metrics(self, epoch: int) -> dict[str, float]:
+        """Return how many prompts rest in this epoch and the mean of the last pass rates; empty without pass rates."""
+        if not self._history:
+            return {}
+        resting = sum(self.rests(prompt_id, epoch) for prompt_id in self._history)
+        mean = sum(rate for rate, _ in self._history.values()) / len(self._history)
+        return {"curriculum/resting": float(resting), "curriculum/pass_rate": mean}

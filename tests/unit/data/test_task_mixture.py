@@ -8,8 +8,7 @@ import pytest
 
 from megagrpo.config import ConfigError, DataSection, RolloutSection, Task
 from megagrpo.config.tasks import PassRateWeight
-from megagrpo.data.sources.prompt_order import PromptOrder
-from megagrpo.data.sources.row_permutation import RowPermutation
+from megagrpo.data.sources.prompt_order import PromptOrder, RowPermutation
 from megagrpo.data.sources.task_mixture import Mixture, Shares
 from megagrpo.train_types import TrainState
 
