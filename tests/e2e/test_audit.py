@@ -170,6 +170,13 @@ def test_a_step_with_teachers_of_rows_can_be_audited(tmp_path):
     for step in (1, 2):
         code, said = world.audit(done.folder, "--step", step)
         assert code == 0 and "divergence from padded_2" in said, said
+    file = tmp_path / "padded" / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|start|>", "<|begin|>"))
+    done = world.train(tmp_path / "other", *words)
+    assert done.code == 2 and "algorithm.teacher.2.path: token 256 of " in done.err
+    (tmp_path / "padded" / "tokenizer_config.json").unlink()
+    done = world.train(tmp_path / "unknown", *words)
+    assert done.code == 2 and "padded has 264 tokens, the policy 258; name a teacher" in done.err
 
 
 def in_text(change):
