@@ -294,7 +294,12 @@ class SquareTower(nn.Module):
 @dataclass(frozen=True, eq=False)
 class ImageRows:
     """The `rows` [1 + levels, n, H] of images and the indices `at` [n] int64 of their tokens among those of this rank.
-    Rows of a trained tower require gradients, which are collected in `gradients` [1 + levels, n, H]."""
+    Rows of a trained tower require gradients, which are collected in `gradients` [1 + levels, n, H].
+
+    Rows replace embeddings, and are added to hidden states of the first decoder blocks. Recomputed blocks run a
+    backward pass of their own, so blocks do not take the rows from autograd's graph: each keeps its gradient, and the
+    embedding passes all of them to the tower.
+    """
 
     at: Tensor
     rows: Tensor

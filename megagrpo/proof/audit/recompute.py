@@ -316,7 +316,8 @@ ENDS = ("lora_A.weight", "lora_B.weight")  # of PEFT's names of tensors
 
 
 class _Sum(nn.Module):
-    """W + scale B A. The weights [experts, ...] of all experts have A [experts x rank, in], B [out, rank x experts].
+    """W + scale B A (LoRA, arXiv 2106.09685). The weights [experts, ...] of all experts have A [experts x rank, in] and
+    B [out, rank x experts].
 
     `trained` has A and B by the ends of their names in PEFT's files.
     """
