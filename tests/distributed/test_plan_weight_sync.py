@@ -111,6 +111,7 @@ def test_a_tensor_without_a_sharding_rule_is_named(folder):
         run_ranks(rows_without_rules, 1, folder, 1)
 
 
+@pytest.mark.full
 def test_the_command_prints_the_rows(folder):
     command = [sys.executable, "-m", "benchmarks.scaling.sync_size", str(QUICKSTART), "1", f"model.path={folder}"]
     shown = subprocess.run([*command, "--link", "25"], cwd=REPOSITORY, capture_output=True, text=True).stdout

@@ -146,6 +146,7 @@ def test_turns_have_advantages_in_the_task_that_has_turns(folder):
     assert code == 0 and "turn advantages" in out, out
 
 
+@pytest.mark.full
 def test_a_resumed_run_draws_and_trains_the_same(run, folder):
     first = world.train(folder / "again", *overrides(folder, "run.max_steps=2"))
     assert first.code == 0, first.err
