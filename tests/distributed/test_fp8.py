@@ -166,7 +166,7 @@ def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(case, reci
     found = run_ranks(take_step, case.ranks, settings, model(shape), few_samples())[0]
     alone, exact = one_process(shape, recipe), one_process(shape, "none")
     # A mean over tokens may move by nearly 0 in one packing: the kl of these cases by 0.001 to 0.012. A scale for each
-    # tensor rounds every packing anew, so that the largest of four distances is the noise.
+    # tensor rounds every packing otherwise, so the largest of four distances is the noise.
     packings = (64, 48, 96, 192) if recipe == "tensorwise" else (64,)
     against = [compare(found, exact, one_process(shape, recipe, tokens), coarse=True) for tokens in packings]
     assert set.intersection(*({(d.kind, d.name) for d in some if not d.passed} for some in against)) == set()

@@ -47,7 +47,7 @@ class _Process:
 class ProgramHost:
     """The coroutine function that a worker runs, at most `at_once` conversations at a time: those that still clean up
     count. `warm` processes beside them start their containers before they get a conversation, and end after
-    `warm_seconds` without one. `columns` are those that the program needs, `socket_folder` is that of the address.
+    `warm_seconds` without one. `columns` are the ones of a row that it needs, `socket_folder` is that of the address.
     Raises ValueError for a program or a file that is missing."""
 
     def __init__(
@@ -63,7 +63,7 @@ class ProgramHost:
         self._slots, self._socket_folder = asyncio.Semaphore(at_once), socket_folder
         self._warm, self._warm_seconds = warm, warm_seconds
         self._waiting = deque[_Process]()  # warm processes
-        self._dropped = set[asyncio.Task[None]]()  # the ends of those that got no conversation
+        self._dropped = set[asyncio.Task[None]]()  # ends of processes without a conversation
         for words in (self._program.container, self._program.start, self._program.stop):
             word = words[0] if words else ""
             word = self._program.command[0] if word == "{command}" else word

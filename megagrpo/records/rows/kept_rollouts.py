@@ -33,8 +33,8 @@ class KeptFiles:
         self, folder: Path, replica: tuple[int, int], last_step: int, limit: float, say: Callable[[str], None]
     ):
         """Open the files of replica `replica[0]` of `replica[1]`, without the groups of steps after `last_step`, of
-        which earlier replicas are rid too. All replicas together write at most `limit` bytes."""
-        self._limit, self._say, self._step = limit / replica[1], say, last_step
+        which files of further replicas lose theirs too. All replicas together write at most `limit` bytes."""
+        self._limit, self._say = limit / replica[1], say
         folder.mkdir(parents=True, exist_ok=True)
         for earlier in folder.glob("replica_*.jsonl"):
             number = int(earlier.name.removeprefix("replica_").split(".")[0])
@@ -101,10 +101,10 @@ class KeptRollouts:
     by: Literal["step", "prompt"]
     decode: Callable[[Sequence[int]], str]
     step: int = -1  # whose groups `_found` has
-    _found: dict[tuple[int, int, int], Place] = field(default_factory=dict)
-    _of_prompts: dict[int, list[Place]] = field(default_factory=dict)
-    _indices: list[Iterator[tuple[int, list[list[int]], Path]]] = field(default_factory=list)
-    _next: dict[int, tuple[int, list[list[int]], Path]] = field(default_factory=dict)
+    _found: dict[tuple[int, int, int], Place] = field(default_factory=dict, init=False)
+    _of_prompts: dict[int, list[Place]] = field(default_factory=dict, init=False)
+    _indices: list[Iterator[tuple[int, list[list[int]], Path]]] = field(default_factory=list, init=False)
+    _next: dict[int, tuple[int, list[list[int]], Path]] = field(default_factory=dict, init=False)  # read too early
 
     def __post_init__(self) -> None:
         files = _files(self.path)
@@ -153,7 +153,8 @@ class KeptRollouts:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise LookupError(f"{path}, the line at byte {start}, row {prompt.prompt_id}: {what}") from None
 
-    def _checked(self, group: list[Rollout], n: int) -> list[Rollout]:
+    @staticmethod
+    def _checked(group: list[Rollout], n: int) -> list[Rollout]:
         if len(group) < n:
             raise ValueError(f"{len(group)} rollouts where rollout.num_generations is {n}")
         for rollout in group:
